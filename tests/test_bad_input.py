@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 from conftest import save_tiny
-from omegaconf import OmegaConf
 
-from selfspec.cli import config as real
 from selfspec.cli.arguments import taken
 from selfspec.cli.commands import COMMANDS
-from selfspec.cli.help import SCHEMAS, drafter_schemas
+from selfspec.cli.help import drafter_schemas
 from selfspec.cli.precheck import check_composed, miscomposed, misplaced
-from selfspec.cli.source import NeedsImport, names_of
+from selfspec.cli.source import NeedsImport
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {
@@ -368,14 +366,6 @@ def test_options_that_may_be_right_go_on(name, typed):
     assert precheck(name, typed) is None
     with suppress(NeedsImport):  # nothing else was raised on the way, which would be passed over
         check_composed(COMMANDS[name], taken(typed.split()))
-
-
-@pytest.mark.parametrize("config", [config for config in SCHEMAS if config != "page"])
-def test_schemas_read_from_source_are_those_of_the_package(config):
-    """Field by field, defaults included, so that what is refused early is what would be refused."""
-    schema = SCHEMAS[config]
-    read, own = (OmegaConf.structured(names[schema]) for names in (names_of("selfspec.cli.config"), vars(real)))
-    assert OmegaConf.to_yaml(read) == OmegaConf.to_yaml(own)
 
 
 def test_every_kind_of_drafter_is_checked_before_imports():

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import refused, tiny_model, write_lines
 
 import selfspec
@@ -16,7 +15,6 @@ from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.questions import Asking, read_questions
 from selfspec.data.records import Hub, JsonLines, Parquet, Records
 from selfspec.data.store import stored, tokenize
-from selfspec.training.check import examples
 from selfspec.training.distill import DistillConfig, distill
 
 # The generation prompt opens a thought that finished turns do not have, as of DeepSeek-R1's distills and QwQ
@@ -185,8 +183,7 @@ def test_a_last_question_that_is_written_in_another_way(special):
     turns = "{{ messages | length }} turns\n" + HINT_LAST  # nothing of it can be placed
     odd = template(special, turns.replace("<|im_start|>assistant\n{% endif %}", "{% endif %}"), "<|im_end|>")
     assert odd.prompt_end == []
-    with pytest.raises(ValueError, match="writes what stands before it in another way"):
-        odd.documents(talk("Question?", "Answer"), "x")
+    refused("writes what stands before it in another way", odd.documents, talk("Question?", "Answer"), "x")
 
 
 def test_real_templates(special):
@@ -239,8 +236,7 @@ def test_what_a_template_does_not_show_does_not_count(special):
     """A thought alone that is dropped leaves an empty answer, which would be learned; a turn before any question is
     what a model writes behind nothing."""
     made = template(special, OPENED, "<|end|>")
-    with pytest.raises(ValueError, match=r"turn 2: the chat template does not show it"):
-        made.documents(talk("2 + 2?", "<think>a</think>"), "x")
+    refused(r"turn 2: the chat template does not show it", made.documents, talk("2 + 2?", "<think>a</think>"), "x")
     strict = "{% if not messages[0] %}{{ raise_exception('empty') }}{% endif %}"
     first = Chat([{"role": "assistant", "content": "Hello"}, *talk("Hi", "Hello!").messages])
     parts = counted(template(special, strict + ENDED, "<end_of_turn>"), first)
@@ -354,11 +350,3 @@ def test_tools_and_calls_are_the_same_from_every_file(special, tmp_path):
 def test_a_part_is_named_in_prompts_too(special):
     with pytest.raises(ValueError, match="prompt 0: a turn has a part of type 'image'"):
         message({"role": "user", "content": [{"type": "image", "text": None}]}, "prompt 0")
-
-
-def test_a_summary_shows_one_record(special):
-    made = template(special, ENDED, "<end_of_turn>")
-    corpus = tokenize(made.documents(talk("Hi", "Hello"), "x")[0], made.tokenizer)
-    text = "\n".join(examples(corpus, made.tokenizer, 1))
-    assert "⟦Hello<end_of_turn>⟧" in text
-    assert torch.is_tensor(corpus.mask)

@@ -64,14 +64,12 @@ def test_loads_in_another_dtype(dtype, folder, tiny_folder):
 
 def test_heads_of_another_target_are_refused_by_both_names(folder, tokenizer, tiny_folder, tmp_path):
     other = save_tiny(tmp_path / "other", tokenizer, hidden_size=64)
-    with pytest.raises(ValueError, match=f"{tiny_folder}.*{other}"):
-        load_drafter(folder, load_target(other)[0])
+    refused(f"{tiny_folder}.*{other}", load_drafter, folder, load_target(other)[0])
 
 
 def test_another_tokenizer_is_refused(folder, tiny_folder):
     target, _ = load_target(tiny_folder)
-    with pytest.raises(ValueError, match="another tokenizer"):
-        load_drafter(folder, target, train_tokenizer(["a b c d"], 300))
+    refused("another tokenizer", load_drafter, folder, target, train_tokenizer(["a b c d"], 300))
 
 
 @pytest.mark.parametrize("name", ["drafter.safetensors", "lora/head_1/adapter_model.safetensors"])
@@ -91,8 +89,7 @@ def test_truncated_file_is_named_even_where_its_hash_was_rewritten(folder, tiny_
     path = folder / "drafter.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     rewrite(folder, files={})
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
-        load_drafter(folder, load_target(tiny_folder)[0])
+    refused("not a whole safetensors file", load_drafter, folder, load_target(tiny_folder)[0])
 
 
 @pytest.mark.parametrize(
@@ -110,8 +107,7 @@ def test_wrong_tensors_are_named(folder, tiny_folder, change, message):
     path = folder / "drafter.safetensors"
     save_file(change(load_file(path)), path)
     rewrite(folder, files={})
-    with pytest.raises(ValueError, match=message):
-        load_drafter(folder, load_target(tiny_folder)[0])
+    refused(message, load_drafter, folder, load_target(tiny_folder)[0])
 
 
 def test_broken_json_and_missing_folder(folder, tmp_path):
@@ -129,8 +125,7 @@ def test_unknown_and_missing_keys_of_a_config_are_named_beside_those_that_exist(
         ({k: v for k, v in config.items() if k != "rank"}, r"missing keys \['rank'\]"),
     ]:
         rewrite(folder, config=changed)
-        with pytest.raises(ValueError, match=message):
-            load_drafter(folder, load_target(tiny_folder)[0])
+        refused(message, load_drafter, folder, load_target(tiny_folder)[0])
 
 
 @pytest.mark.parametrize("kind", ["eagle9", "base", "../medusa", "Medusa", ""])

@@ -136,14 +136,12 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides, tmp_path):
     altered = path.read_text().replace('"texts": [', '"texts": [1')
     (tmp_path / "run" / "kept").write_text(path.read_text())
     path.write_text(altered)
-    with pytest.raises(ValueError, match="holds records of another text for"):
-        run_compare(compose_config("compare", *overrides), tmp_path / "run")
+    refused("holds records of another text for", run_compare, compose_config("compare", *overrides), tmp_path / "run")
     path.write_text((tmp_path / "run" / "kept").read_text())
     with pytest.raises(ValueError, match="another configuration"):
         run_compare(compose_config("compare", *overrides, "compare.max_new_tokens=9"), tmp_path / "run")
     path.write_text(lines[0] + "{}\n" + lines[1])
-    with pytest.raises(ValueError, match="line 2 is no record"):
-        run_compare(compose_config("compare", *overrides), tmp_path / "run")
+    refused("line 2 is no record", run_compare, compose_config("compare", *overrides), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -156,8 +154,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides, tmp_path):
     ],
 )
 def test_bad_input(override, message, overrides, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run_compare(compose_config("compare", *overrides, override), tmp_path / "run")
+    refused(message, run_compare, compose_config("compare", *overrides, override), tmp_path / "run")
     assert not (tmp_path / "run" / "records.jsonl").exists()
 
 
@@ -342,8 +339,7 @@ def test_other_engines_answer_or_end(monkeypatch, tmp_path):
     call = peers.answering(peers.Peer(ENGINE), "mine", spec, 9)
     answer = call([Prompt([5, 6])], Sampling())
     assert (len(answer.token_ids[0]), answer.stats.passes, answer.stats.seconds) == (9, 3, 0.75)
-    with pytest.raises(ValueError, match=r"mine ended: out of luck \(exit code 1\); what was measured is kept"):
-        call([Prompt([1])], Sampling())
+    refused(r"mine ended: out of luck \(exit code 1\); what was measured is kept", call, [Prompt([1])], Sampling())
     for each in (peer, broken):
         each.close()
     refused("'tiny-target'", peers.check_peers, ["llamacpp_file"], "tiny-target")

@@ -141,30 +141,18 @@ def test_a_file_counts_once(tmp_path, monkeypatch):
 )
 def test_broken_lines_are_named(line, message, tokenizer, tmp_path):
     path = write_lines(tmp_path / "d.jsonl", [{"text": "fine"}, line])
-    with pytest.raises(ValueError, match=message):
-        JsonLines(path=path, tokenizer=tokenizer).train()
-
-
-def test_a_conversation_needs_a_chat_template(tmp_path):
-    from selfspec.training.pretrain import train_tokenizer
-
-    path = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
-    with pytest.raises(ValueError, match="line 1: a conversation needs a chat template"):
-        JsonLines(path=path, tokenizer=train_tokenizer(["abc"], 300)).train()
+    refused(message, JsonLines(path=path, tokenizer=tokenizer).train)
 
 
 @pytest.mark.parametrize("records", [[], [{"text": " "}], [{"messages": CHAT[:1]}]])
 def test_data_without_a_usable_example_is_refused(records, tokenizer, tmp_path):
     path = write_lines(tmp_path / "d.jsonl", records)
-    with pytest.raises(ValueError, match="no usable example"):
-        JsonLines(path=path, tokenizer=tokenizer).train()
+    refused("no usable example", JsonLines(path=path, tokenizer=tokenizer).train)
 
 
 def test_text_folders(tmp_path):
-    with pytest.raises(ValueError, match="is not a folder"):
-        TextFolder(str(tmp_path / "none")).train()
-    with pytest.raises(ValueError, match="no usable example"):
-        TextFolder(str(tmp_path)).train()
+    refused("is not a folder", TextFolder(str(tmp_path / "none")).train)
+    refused("no usable example", TextFolder(str(tmp_path)).train)
     for i in range(10):
         (tmp_path / f"{i}.txt").write_text(f"text {i}")
     data = TextFolder(str(tmp_path))
@@ -264,17 +252,6 @@ def test_broken_records_are_counted_and_limited(tokenizer, tmp_path, capsys):
         assert "line 33: the text holds half of a surrogate pair" in said
 
 
-def test_a_template_that_refuses_or_leaves_out_the_answer_is_told(tokenizer, tmp_path):
-    path = write_lines(tmp_path / "d.jsonl", [talk(0), talk(1)])
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(ValueError, match="line 1: the chat template leaves out what the assistant says"):
-        JsonLines(path=path, tokenizer=other).train()
-    other.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match=r"line 1: the chat template refuses it \(roles must alternate\)"):
-        JsonLines(path=path, tokenizer=other).train()
-
-
 def test_tokens_are_those_of_the_whole_text(tokenizer):
     """Encoded part by part, a text may have other tokens than where it is written in one go."""
     document = Document("d", (("x = pri", False), ("nt(1)", True)))
@@ -334,8 +311,7 @@ def test_parquet_and_data_sets_by_name_are_read_alike(tokenizer, tmp_path):
     (folder / "broken.parquet").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"broken\.parquet can not be read as Parquet"):
         Parquet(path=str(folder / "broken.parquet"), tokenizer=tokenizer).train()
-    with pytest.raises(ValueError, match=r"data.name='nobody/none' .* can not be loaded"):
-        Hub(name="nobody/none", tokenizer=tokenizer).train()
+    refused(r"data.name='nobody/none' .* can not be loaded", Hub(name="nobody/none", tokenizer=tokenizer).train)
 
 
 def test_gzipped_files_and_patterns(tokenizer, tmp_path):
@@ -344,8 +320,7 @@ def test_gzipped_files_and_patterns(tokenizer, tmp_path):
             file.writelines(json.dumps({"text": f"text {part} {i}"}) + "\n" for i in range(5))
     source = JsonLines(path=str(tmp_path / "*.gz"), tokenizer=tokenizer)
     assert len(source.train() + source.validation()) == 10
-    with pytest.raises(ValueError, match=r"none\*\.jsonl' is not a file, and matches none"):
-        JsonLines(path="none*.jsonl", tokenizer=tokenizer).train()
+    refused(r"none\*\.jsonl' is not a file, and matches none", JsonLines(path="none*.jsonl", tokenizer=tokenizer).train)
 
 
 def test_a_damaged_cache_is_made_anew(tokenizer, tmp_path):
@@ -369,8 +344,7 @@ def test_files_that_can_not_be_read_are_named(tokenizer, tmp_path):
         with pytest.raises(ValueError, match=rf"{name} can not be read to its end"):
             JsonLines(path=str(tmp_path / name), tokenizer=tokenizer, tolerate=100).train()
     for path in ([], None, 5, ["a", None], str(tmp_path)):
-        with pytest.raises(ValueError, match=r"data\.path="):
-            JsonLines(path=path, tokenizer=tokenizer).train()
+        refused(r"data\.path=", JsonLines(path=path, tokenizer=tokenizer).train)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB, Watch, made, randomize, refused, tiny_model
+from conftest import HIDDEN, VOCAB, Watch, made, randomize, tiny_model
 
 import selfspec.drafters.parts.losses
 import selfspec.drafters.sequential
@@ -447,27 +447,6 @@ def test_two_streams_and_five_threads_do_not_meet(row, llama):
         assert all(torch.equal(run.result(), wanted) for run in beside)
 
 
-def test_stacked_product_is_pefts_own(llama):
-    """Medusa's one product for all heads against PEFT's forward with one adapter at a time."""
-    drafter = made("medusa", llama, heads=3, rank=4)
-    randomize(drafter)
-    with torch.no_grad():
-        drafter.weight.zero_()
-        drafter.bias.zero_()
-    hidden = torch.randn(5, HIDDEN, dtype=torch.float64)
-    layer: Any = drafter.shared.lora[drafter.shared.name]
-    for stacked in (False, True):
-        drafter.train(not stacked)
-        with torch.no_grad():
-            got = drafter(hidden)
-            for k in range(3):
-                want = layer(hidden, adapter_names=[f"head_{k}"] * 5) if not layer.training else None
-                if want is None:
-                    a, b = layer.lora_A[f"head_{k}"], layer.lora_B[f"head_{k}"]
-                    want = layer.base_layer(hidden) + b(a(hidden)) * layer.scaling[f"head_{k}"]
-                torch.testing.assert_close(got[k], want)
-
-
 def test_medusa_starts_as_the_targets_own_prediction(llama):
     hidden = torch.randn(4, HIDDEN, dtype=torch.float64)
     for projection in ("lora", "full"):
@@ -500,18 +479,3 @@ def test_medusa_loss_is_the_definition(llama):
     assert figures["kl"].tolist() == pytest.approx(means)
     weights = [0.8**k for k in range(3)]
     assert float(loss) == pytest.approx(sum(w * m for w, m in zip(weights, means, strict=True)) / sum(weights))
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ({"heads": 0}, "drafter.heads=0"),
-        ({"rank": 0}, "drafter.rank=0"),
-        ({"blocks": 0}, "drafter.blocks=0"),
-        ({"projection": "lo"}, "drafter.projection='lo'"),
-        ({"loss": "mse"}, "drafter.loss='mse'"),
-        ({"depth_decay": 0}, "drafter.depth_decay=0"),
-    ],
-)
-def test_medusa_refuses_bad_shapes(llama, shape, message):
-    refused(message, made, Medusa, llama, **shape)

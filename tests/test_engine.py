@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, RandomTrees, compose_config, made, tiny_model
+from conftest import VOCAB, RandomTrees, compose_config, made, refused, tiny_model
 from families import FAMILIES, build
 from test_drafters import PROMPTS, Row, built, of
 from test_drafters import row as row  # a fixture: every drafter of the contract
@@ -336,8 +336,7 @@ name = file_name(layers_tree, args, "inductor")
         [sys.executable, "-c", f"{program}\nprint(name)"], capture_output=True, text=True, check=True
     )
     assert there.stdout.strip() == str(here["name"])
-    with pytest.raises(TypeError, match="can not be found again on disk"):
-        fit._described(object())
+    refused("can not be found again on disk", fit._described, object(), error=TypeError)
 
 
 def test_compiled_functions_of_gone_modules_are_dropped():
@@ -447,8 +446,7 @@ def test_structure_tells_modules_apart():
 
 @pytest.mark.parametrize("name", ["fast", "", None])
 def test_unknown_engines_are_named(name):
-    with pytest.raises(ValueError, match="must be one of auto, eager, compiled"):
-        engine_for(name, torch.device("cpu"))
+    refused("must be one of auto, eager, compiled", engine_for, name, torch.device("cpu"))
 
 
 def test_threads_that_sleep_are_named(monkeypatch, capsys):
@@ -472,10 +470,8 @@ def test_without_a_compiler_the_package_to_install_is_named(monkeypatch, request
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     has_compiler.cache_clear()
     request.addfinalizer(has_compiler.cache_clear)
-    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler.*g\+\+.*engine=eager"):
-        engine_for("compiled", torch.device("cpu"))
-    with pytest.raises(ValueError, match="serves CPUs and CUDA devices"):
-        engine_for("compiled", torch.device("meta"))
+    refused(r"needs a C\+\+ compiler.*g\+\+.*engine=eager", engine_for, "compiled", torch.device("cpu"))
+    refused("serves CPUs and CUDA devices", engine_for, "compiled", torch.device("meta"))
     monkeypatch.delenv("SELFSPEC_ENGINE")
     assert engine_for("auto", torch.device("cpu")).name == "eager"
     assert "passes run eagerly: engine=compiled needs a C++ compiler" in capsys.readouterr().err
@@ -486,8 +482,7 @@ def test_auto_compiles_unless_the_environment_says_otherwise(monkeypatch):
     monkeypatch.delenv("SELFSPEC_ENGINE")
     assert engine_for("auto", torch.device("cpu")).name == "compiled"
     monkeypatch.setenv("SELFSPEC_ENGINE", "fast")
-    with pytest.raises(ValueError, match="SELFSPEC_ENGINE='fast' in the environment must be one of"):
-        engine_for("auto", torch.device("cpu"))
+    refused("SELFSPEC_ENGINE='fast' in the environment must be one of", engine_for, "auto", torch.device("cpu"))
     monkeypatch.setenv("SELFSPEC_ENGINE", "")
     assert engine_for("auto", torch.device("cpu")).name == "compiled"
 

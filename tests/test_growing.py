@@ -445,6 +445,7 @@ def test_broken_calibrations_are_refused(change, tmp_path):
 
 # Of each kind settings that are named as they stand
 NAMED = {
+    "medusa": "heads=0 rank=0 blocks=0 projection=lo loss=mse depth_decay=0",
     "sequential": "heads=0 rank=-1 form=gru min_prob=1.0 loss=mse depth_decay=0 prefix=nope depth_decay=inf",
     "early_exit": "rank=-1 depth=0 min_prob=-0.1 loss=mse width=1.5 min_prob=null",
     "feature": f"train=some draft_vocab={VOCAB + 1} layers=[]",

@@ -327,8 +327,7 @@ def test_modules_that_do_not_fit_are_refused(tmp_path):
 
     def changed(tensors: dict[str, Tensor], message: str) -> None:
         save_file(tensors, path, {"format": "pt"})
-        with pytest.raises(ValueError, match=message):
-            mtp.read(Target(model), tmp_path)
+        refused(message, mtp.read, Target(model), tmp_path)
 
     changed({k: t for k, t in whole.items() if "mtp." not in k}, "holds no MTP weights: no tensor of model.safetensors")
     changed({k: t for k, t in whole.items() if k != "mtp.fc.weight"}, r"missing tensors \['fc.weight'\]")
@@ -343,10 +342,8 @@ def test_modules_that_do_not_fit_are_refused(tmp_path):
     other = Target(tiny_model())
     save_file(whole, path, {"format": "pt"})
     refused(r"no MTP module is known of 'llama'.*it holds mtp\.", mtp.read, other, tmp_path)
-    with pytest.raises(FileNotFoundError, match="has neither"):
-        mtp.read(Target(model), tmp_path / "none")
-    with pytest.raises(ValueError, match="at least two layers"):
-        Mtp(Target(build("Llama", num_hidden_layers=1)), MtpConfig())
+    refused("has neither", mtp.read, Target(model), tmp_path / "none", error=FileNotFoundError)
+    refused("at least two layers", Mtp, Target(build("Llama", num_hidden_layers=1)), MtpConfig())
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(whole, "old.safetensors")}))
     assert isinstance(mtp.read(Target(model), tmp_path), Mtp)  # the whole file comes first, as in transformers
@@ -354,8 +351,7 @@ def test_modules_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"old.safetensors is missing, which .*index.json names"):
         mtp.read(Target(model), tmp_path)
     index.write_text(json.dumps({"weight_map": dict.fromkeys([*whole, "mtp.ghost"], "shard.safetensors")}))
-    with pytest.raises(ValueError, match=r"shard.safetensors lacks mtp\.ghost, which"):
-        mtp.read(Target(model), tmp_path)
+    refused(r"shard.safetensors lacks mtp\.ghost, which", mtp.read, Target(model), tmp_path)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(whole, "shard.safetensors")}))
     assert isinstance(mtp.read(Target(model), tmp_path), Mtp)
     for damaged in ("{", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'):
@@ -369,8 +365,7 @@ def test_modules_that_do_not_fit_are_refused(tmp_path):
 def test_a_count_that_disagrees_is_refused(tmp_path):
     model, _ = shipped("GLM-4.5", tmp_path, 2)
     model.config.num_nextn_predict_layers = 3
-    with pytest.raises(ValueError, match=r"num_nextn_predict_layers is 3, but it holds 2 MTP modules"):
-        mtp.read(Target(model), tmp_path)
+    refused(r"num_nextn_predict_layers is 3, but it holds 2 MTP modules", mtp.read, Target(model), tmp_path)
     refused(r"drafter\.modules=4 .*unroll is 3, and trains no more", MtpConfig, modules=4)
     target = Target(build("Qwen3.5"))
     with pytest.raises(ValueError, match=r"'qwen3_5_text' has one module; train with drafter.modules=1"):
@@ -382,8 +377,7 @@ def test_a_tensor_under_two_names_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     whole, bias = load_file(path), "model.layers.2.mlp.expert_bias"
     save_file(whole | {bias.replace("expert", "e_score_correction"): whole[bias] + 1}, path, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"two tensors are called 'mlp.e_score_correction_bias'"):
-        mtp.read(Target(model), tmp_path)
+    refused(r"two tensors are called 'mlp.e_score_correction_bias'", mtp.read, Target(model), tmp_path)
 
 
 def test_a_config_of_wrong_types_is_one_line(tmp_path):
@@ -403,8 +397,7 @@ def test_odd_experts_are_refused(tmp_path):
     for odd in (torch.zeros(3, 3), torch.tensor(1.0), None):
         tensors = {k: t for k, t in whole.items() if k != name} | ({} if odd is None else {name: odd})
         save_file(tensors, path, {"format": "pt"})
-        with pytest.raises(ValueError, match=r"(missing tensors \['|: )mlp\.experts\.1\.up_proj\.weight"):
-            mtp.read(Target(model), tmp_path)
+        refused(r"(missing tensors \['|: )mlp\.experts\.1\.up_proj\.weight", mtp.read, Target(model), tmp_path)
 
 
 def test_settings_are_checked():

@@ -142,8 +142,7 @@ def test_an_installed_entry_point_is_trusted(trained, package, tiny_folder, sour
     config = compose_config("train", "name=y", "drafter=bigram", "drafter.rank=4", f"target.name={tiny_folder}")
     kind, found = drafter_of(dict(config.drafter))
     assert (kind.__qualname__, found.rank) == ("Bigram", 4)
-    with pytest.raises(ValueError, match=r"is a kind that has to be trained first"):
-        find_drafter("bigram", load_target(tiny_folder)[0])
+    refused(r"is a kind that has to be trained first", find_drafter, "bigram", load_target(tiny_folder)[0])
     shutil.rmtree(info)
 
 

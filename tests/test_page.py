@@ -17,7 +17,6 @@ import pytest
 from conftest import compose_config, refused
 from predicted import MOST, Curve, assumed, predict
 
-from selfspec.budget.predict import fastest
 from selfspec.cli.evaluation_runs import run_decode
 from selfspec.cli.reports import run_page
 from selfspec.evaluation.limits import expected_lengths
@@ -188,8 +187,7 @@ def test_what_another_page_shows_stands_behind_what_the_folders_hold(runs, tmp_p
             assert both[part] == own[part] + saved[part]
     for content in ("{", "[]", '{"version": 9}', json.dumps({**saved, "traces": {}})):
         path.write_text(content)
-        with pytest.raises(ValueError, match="is not the data of a page"):
-            page_data(PageConfig([str(path)]))
+        refused("is not the data of a page", page_data, PageConfig([str(path)]))
 
 
 def test_what_comes_with_selfspec_makes_a_page(tmp_path):
@@ -216,10 +214,8 @@ def test_what_comes_with_selfspec_makes_a_page(tmp_path):
 )
 def test_damaged_runs_are_named(name, content, message, tmp_path):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        page_data(PageConfig([str(tmp_path)]))
-    with pytest.raises(FileNotFoundError, match="there is no such folder"):
-        page_data(PageConfig([str(tmp_path / "none")]))
+    refused(re.escape(message), page_data, PageConfig([str(tmp_path)]))
+    refused("there is no such folder", page_data, PageConfig([str(tmp_path / "none")]), error=FileNotFoundError)
     for name in ("out", "data"):
         refused(f"page.{name}=.* is a folder; give the name of a file", PageConfig, **{name: str(tmp_path)})
 
@@ -320,12 +316,6 @@ def test_the_pages_numbers_are_ours(tab):
     for ours, theirs in zip(wanted, found, strict=True):
         assert {key: theirs[key] for key in ours} == pytest.approx(ours, rel=1e-9, abs=1e-12)
     assert len({ours["best"] for ours in wanted}) > 10
-
-
-def test_the_limit_is_that_of_limits(tab):
-    machine = {"size": 24e6, "products": 24e6, "bandwidth": 30e9, "peak": 200e9}
-    for nodes in (1, 7, 8, 64):
-        assert tab.evaluate("([n, c]) => fastest(n, c)", [nodes, machine]) == fastest(nodes, **machine)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

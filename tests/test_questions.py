@@ -145,16 +145,6 @@ def test_openings_end_where_an_answer_begins(held_out, chatty):
         assert document.text.startswith(text)
 
 
-@pytest.mark.parametrize("answer", ["a", "user", "1", "assistant", "end"])
-@pytest.mark.parametrize("own", [True, False])
-def test_an_answer_may_be_a_word_of_the_template(answer, own, chatty, tokenizer):
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}] * 2
-    (document,), _ = ChatTemplate(chatty if own else tokenizer).documents(Chat(said), "x")
-    found = document.spans
-    assert [text.removesuffix("<|end|>") for text, counts in found if counts] == [answer, answer]
-    assert found[0][0].endswith("<|assistant|>" if own else "<assistant>")
-
-
 def test_prompts_of_conversations_leave_room_and_are_different(chatty):
     def talk(words: int) -> Document:
         said = [{"role": "user", "content": "word " * words}, {"role": "assistant", "content": "yes"}]
@@ -289,8 +279,7 @@ def test_files_as_others_publish_them(tokenizer, tmp_path):
     ],
 )
 def test_a_line_that_asks_nothing_is_named(line, message, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        ask(write_lines(tmp_path / "q.jsonl", [line]), tokenizer)
+    refused(message, ask, write_lines(tmp_path / "q.jsonl", [line]), tokenizer)
     with pytest.raises(FileNotFoundError, match="is none of instructions, edits, source"):
         ask(str(tmp_path / "nothing.jsonl"), tokenizer)
 

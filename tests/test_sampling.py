@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from conftest import refused
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
@@ -137,19 +136,3 @@ def test_warps_are_those_of_transformers(llama):
     for warper in Sampling(**settings).warpers():
         ours = warper(None, ours)
     assert torch.equal(ours, processors(torch.zeros(5, 1, dtype=torch.long), logits))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"temperature": -0.1}, "temperature=-0.1"),
-        ({"temperature": math.nan}, "temperature=nan"),
-        ({"temperature": math.inf}, "temperature=inf"),
-        ({"top_k": -1}, "top_k=-1"),
-        ({"top_p": -0.1}, "top_p=-0.1"),
-        ({"top_p": 1.5}, "top_p=1.5"),
-        ({"min_p": -1.0}, "min_p=-1.0"),
-    ],
-)
-def test_bad_settings_name_the_value(arguments, message):
-    refused(message, Sampling, **arguments)

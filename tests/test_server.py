@@ -184,8 +184,7 @@ def test_failures_are_counted_and_kept_beside(pair, fake, tmp_path):
     assert "status 400" in failed[0]["why"]
     assert len(list(data.records())) == 4
     fake.refuse = [400]
-    with pytest.raises(ValueError, match=r"more than data.errors=0"):
-        asking(pair, fake, tmp_path, errors=0).write()
+    refused(r"more than data.errors=0", asking(pair, fake, tmp_path, errors=0).write)
 
 
 def test_its_own_questions(pair, fake, tmp_path, monkeypatch):
@@ -197,8 +196,7 @@ def test_its_own_questions(pair, fake, tmp_path, monkeypatch):
     assert [question.startswith("Write") for question in asked] == [True, False, True]
     fake.finish = "length"
     again = {"source": None, "conversations": 2, "errors": 0, "seed": 1}
-    with pytest.raises(ValueError, match="holds answers of other settings"):
-        asking(pair, fake, tmp_path, **again).write()
+    refused("holds answers of other settings", asking(pair, fake, tmp_path, **again).write)
     endless = asking(pair, fake, tmp_path / "other", **again)
     refused("came out empty or endless", endless.write)
 
@@ -241,16 +239,13 @@ def test_another_server_is_refused(pair, fake, tmp_path, wrong, said):
 def test_another_template_is_refused(pair, fake, tmp_path, ids):
     fake.template, fake.ids = copy.deepcopy(pair[1]), ids
     fake.template.chat_template = "{% for m in messages %}[{{ m['role'] }}]: {{ m['content'] }} {% endfor %}"
-    with pytest.raises(ValueError, match="the chat template here"):
-        asking(pair, fake, tmp_path).write()
+    refused("the chat template here", asking(pair, fake, tmp_path).write)
 
 
 def test_no_server_and_no_model(pair, fake, tmp_path):
-    with pytest.raises(ValueError, match=r"serves tiny, not 'large'"):
-        asking(pair, fake, tmp_path, model="large").write()
+    refused(r"serves tiny, not 'large'", asking(pair, fake, tmp_path, model="large").write)
     fake.close()
-    with pytest.raises(ConnectionError, match="does not answer"):
-        asking(pair, fake, tmp_path, source=None, conversations=1).write()
+    refused("does not answer", asking(pair, fake, tmp_path, source=None, conversations=1).write, error=ConnectionError)
 
 
 @pytest.mark.parametrize(

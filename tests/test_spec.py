@@ -1,6 +1,6 @@
 import inspect
+import math
 import pydoc
-import re
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +15,6 @@ from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
 import selfspec
 from selfspec.api import Spec
-from selfspec.checkpoints.embedded import DRAFTERS
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.contract import Context, Session
@@ -59,11 +58,6 @@ def test_stats_have_the_promised_names(spec):
     assert min(stats.seconds_draft, stats.seconds_target, stats.seconds_other) > 0
 
 
-def test_stream_is_the_text_of_generate(spec):
-    pieces = list(spec.stream(TEXTS[0], 30, temperature=1.0, seed=2))
-    assert "".join(pieces) == spec.generate(TEXTS[:1], 30, temperature=1.0, seed=2).texts[0]
-
-
 def test_two_streams_do_not_disturb_each_other(spec):
     streams = [spec.stream(text, 20, temperature=1.0, seed=6) for text in TEXTS]
     pieces: list[list[str]] = [[], []]
@@ -97,9 +91,13 @@ def test_ends_at_any_eos_of_the_generation_config(heads_folder):
     [
         ({"prompts": ""}, "prompt 0 is empty"),
         ({"prompts": [""]}, "prompt 0 is empty"),
+        ({"prompts": [[1], [2, 9999]]}, "prompt 1 holds token id 9999"),
+        ({"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
         ({"prompts": ["x" * 4000]}, "256 positions"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": math.inf}, "temperature=inf"),
         ({"nodes": 0}, "nodes=0"),
         ({"nodes": 10**6}, "nodes=1000000"),
         ({"temperature": 1e-310}, "temperature=1e-310"),
@@ -162,8 +160,7 @@ def test_without_a_tokenizer_ids_still_work(tmp_path, tokenizer):
     assert none is None
     assert len(spec.generate([[1, 2, 3]], 5).token_ids[0]) == 5
     refused("no tokenizer", spec.generate, ["text"])
-    with pytest.raises(ValueError, match="no tokenizer"):
-        next(spec.stream("text"))
+    refused("no tokenizer", next, spec.stream("text"))
 
 
 def test_embedded_assets_are_small():
@@ -176,16 +173,6 @@ def test_embedded_assets_are_small():
     sizes = {folder.name: sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) for folder in drafters}
     assert all(size <= 10e6 for name, size in sizes.items() if name not in real)
     assert sum(sizes[name] for name in real) <= 30e6 + 24e6
-
-
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name.startswith("tiny-")])
-def test_every_embedded_drafter_loads_and_drafts(name):
-    """Identity at work rather than at random; at length in tests/test_embedded.py."""
-    spec = selfspec.load(name, dtype="float32", engine="eager")
-    for temperature in (0.0, 0.7):
-        found = spec.generate("def main():", 24, temperature, seed=3, nodes=8)
-        assert found.token_ids == spec.autoregressive("def main():", 24, temperature, seed=3).token_ids
-        assert found.stats.acceptance_length > 1.3
 
 
 def test_command_line(heads_folder, capsys):
@@ -207,8 +194,7 @@ def test_one_prompt_is_one_row(spec):
     assert "".join(spec.stream(talk, 6)) == spec.generate(talk, 6).text
     with pytest.raises(ValueError, match="there are 2 rows; take texts"):
         _ = spec.generate(TEXTS, 2).text
-    with pytest.raises(ValueError, match="stream takes one prompt, not 2"):
-        next(spec.stream(TEXTS, 2))
+    refused("stream takes one prompt, not 2", next, spec.stream(TEXTS, 2))
 
 
 def test_a_result_says_why_each_row_ended(spec, heads_folder):
@@ -236,17 +222,6 @@ def test_editors_see_the_arguments(spec):
 def test_embedded_names_are_suggested(drafter, target):
     right = {"tiny-meduza": "tiny-medusa", "promt_lookup": "prompt_lookup", "lookahead": "tiny-target"}[drafter]
     refused(f"did you mean '{right}'", selfspec.load, drafter, target, error=FileNotFoundError)
-
-
-def test_a_text_that_stops(spec):
-    free = spec.generate(TEXTS[0], 40)
-    stop = re.findall(r"[a-z]{2}", free.text)[1]
-    for temperature in (0.0, 0.9):
-        ended = spec.generate(TEXTS, 40, temperature, seed=3, stop=[stop, "never"])
-        assert ended.token_ids == spec.autoregressive(TEXTS, 40, temperature, seed=3, stop=[stop, "never"]).token_ids
-    assert stop in spec.generate(TEXTS[0], 40, stop=stop).text
-    assert len(spec.generate(TEXTS[0], 40, stop=stop).token_ids[0]) < 40
-    assert "".join(spec.stream(TEXTS[0], 40, stop=stop)) == spec.generate(TEXTS[0], 40, stop=stop).text
 
 
 def test_a_generation_config_is_taken(spec):
@@ -336,15 +311,6 @@ def test_results_are_shown_in_one_line(spec):
     assert page.count("<span") == sum(drafted for _, drafted in result.pieces())
     assert "<b>" not in page
     assert "".join(text for text, _ in result.pieces()) == result.text
-
-
-def test_oracle_and_engine_share_signature_and_result():
-    import inspect
-
-    assert inspect.signature(Spec.generate) == inspect.signature(Spec.autoregressive)
-    one, other = inspect.signature(autoregressive), inspect.signature(speculative)
-    assert list(one.parameters) == list(other.parameters)
-    assert one.return_annotation == other.return_annotation == "Result"
 
 
 def test_without_a_seed_torchs_generator_governs_it_and_calls_differ(spec):
@@ -456,8 +422,7 @@ def test_a_session_serves_one_call(spec):
     watch.propose = lambda context: contexts.append(context) or propose(context)
     speculative(spec.target, [[5, 9, 2]], Options(4), watch, 4)
     context = contexts[-1]
-    with pytest.raises(ValueError, match="this call of generate has ended"):
-        spec.target.forward(chain(context.roots[:, None]), context.cache)
+    refused("this call of generate has ended", spec.target.forward, chain(context.roots[:, None]), context.cache)
 
 
 def test_the_last_position_is_told(spec):

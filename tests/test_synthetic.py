@@ -69,14 +69,11 @@ def test_a_template_is_cut_at_its_turns(tokenizer):
 
 def test_a_tokenizer_without_a_template_is_refused(tokenizer):
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match=r"data=synthetic: a conversation needs a chat template, .* has none"):
-        Template.of(ChatTemplate(plain))
+    refused(r"data=synthetic: a conversation needs a chat template, .* has none", Template.of, ChatTemplate(plain))
     plain.chat_template = "{{ messages[0]['content'] | upper }}"
-    with pytest.raises(ValueError, match="the chat template marks no turns; take data=jsonl"):
-        Template.of(ChatTemplate(plain))
+    refused("the chat template marks no turns; take data=jsonl", Template.of, ChatTemplate(plain))
     plain.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(ValueError, match=r"data=synthetic: the chat template refuses it \(no\)"):
-        Template.of(ChatTemplate(plain))
+    refused(r"data=synthetic: the chat template refuses it \(no\)", Template.of, ChatTemplate(plain))
 
 
 def test_conversations_are_the_targets_own_text(tmp_path, pair):
@@ -196,8 +193,7 @@ def test_conversations_longer_than_the_positions_are_refused(tmp_path, pair):
     ],
 )
 def test_bad_settings_are_named(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"data.{name}="):
-        replace(settings(tmp_path), **{name: value})
+    refused(f"data.{name}=", replace, settings(tmp_path), **{name: value})
 
 
 def test_a_training_on_them(tmp_path, tiny_folder):
@@ -281,5 +277,4 @@ def test_a_question_that_a_paragraph_ended_keeps_its_words(pair):
 
 
 def test_they_are_not_measured_with():
-    with pytest.raises(ValueError, match=r"data=synthetic is for training.*decode.questions"):
-        Synthetic().evaluation()
+    refused(r"data=synthetic is for training.*decode.questions", Synthetic().evaluation)

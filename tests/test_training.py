@@ -270,16 +270,6 @@ def test_texts_are_written_by_a_job_of_their_own(tmp_path, tiny_folder, source_r
         run_distill(small("none", tiny_folder, source_root), tmp_path / "none")
 
 
-def test_a_step_in_parts_is_the_same_step(train, tmp_path):
-    for parts in (1, 2):
-        train(f"whole{parts}", "loop.steps=4", "train.prompts=2", f"loop.accumulate={parts}")
-    one, two = ([r["train"] for r in logged(tmp_path / f"whole{parts}", "train")] for parts in (1, 2))
-    for a, b in zip(one, two, strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
-        assert b["kl"] == pytest.approx(a["kl"], rel=1e-5)
-        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
-
-
 def test_the_best_weights_are_kept_and_a_flat_run_ends(train, tiny_folder, tmp_path, monkeypatch):
     real, told = drafter_module.calibrate, [1.5, 1.9, 1.7, 1.6, 1.8]
     count = [0]
@@ -375,8 +365,7 @@ def test_validation_rows_in_which_nothing_counts_are_not_drawn(tmp_path, tiny_fo
     rows = validation_rows(tokenize([*silent, answer, *silent], tokenizer), config)
     assert 1 <= len(rows["tokens"]) <= 2
     assert bool(rows["mask"][:, 1:].any(1).all())
-    with pytest.raises(ValueError, match="none of the validation tokens counts in the loss"):
-        validation_rows(tokenize(silent, tokenizer), config)
+    refused("none of the validation tokens counts in the loss", validation_rows, tokenize(silent, tokenizer), config)
     module = DraftLoss(made("medusa", target, heads=2, rank=4), target).eval()
     rows = [{name: values[i : i + 1] for name, values in batch_of_unequal_rows(target).items()} for i in range(3)]
     counts = sum(module.counts(row) for row in rows)
