@@ -151,7 +151,7 @@ def test_data_without_a_usable_example_is_refused(records, tokenizer, tmp_path):
 
 
 def test_text_folders(tmp_path):
-    refused("is not a folder", TextFolder(str(tmp_path / "none")).train)
+    refused("is not a folder", TextFolder, str(tmp_path / "none"))
     refused("no usable example", TextFolder(str(tmp_path)).train)
     for i in range(10):
         (tmp_path / f"{i}.txt").write_text(f"text {i}")

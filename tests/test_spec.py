@@ -92,7 +92,7 @@ def test_ends_at_any_eos_of_the_generation_config(heads_folder):
         ({"prompts": ""}, "prompt 0 is empty"),
         ({"prompts": [""]}, "prompt 0 is empty"),
         ({"prompts": [[1], [2, 9999]]}, "prompt 1 holds token id 9999"),
-        ({"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
+        ({"seed": [1, 2, 3]}, "seed has 3 entries for 2 prompts"),
         ({"prompts": ["x" * 4000]}, "256 positions"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
@@ -160,7 +160,7 @@ def test_without_a_tokenizer_ids_still_work(tmp_path, tokenizer):
     assert none is None
     assert len(spec.generate([[1, 2, 3]], 5).token_ids[0]) == 5
     refused("no tokenizer", spec.generate, ["text"])
-    refused("no tokenizer", next, spec.stream("text"))
+    refused("no tokenizer", spec.stream, "text")
 
 
 def test_embedded_assets_are_small():
@@ -194,7 +194,7 @@ def test_one_prompt_is_one_row(spec):
     assert "".join(spec.stream(talk, 6)) == spec.generate(talk, 6).text
     with pytest.raises(ValueError, match="there are 2 rows; take texts"):
         _ = spec.generate(TEXTS, 2).text
-    refused("stream takes one prompt, not 2", next, spec.stream(TEXTS, 2))
+    refused("stream takes one prompt, not 2", spec.stream, TEXTS, 2)
 
 
 def test_a_result_says_why_each_row_ended(spec, heads_folder):

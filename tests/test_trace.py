@@ -102,7 +102,7 @@ def test_plain_decoding_is_traced_too(llama):
     assert found.trace.header["drafter"] == "plain"
     assert [line["path"] for line in found.trace.passes] == [[0]] * 16
     assert spec.autoregressive([PROMPTS[0]], 8).trace is None
-    refused("stream yields text alone", next, selfspec.load("tiny-medusa").stream("x", trace=True))
+    refused("stream yields text alone", selfspec.load("tiny-medusa").stream, "x", trace=True)
 
 
 def test_a_file_is_read_again(llama, tmp_path):
