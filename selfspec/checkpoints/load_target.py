@@ -74,8 +74,6 @@ def load_target(
         if Path(path).is_dir() and (inner := loading.pop("subfolder", None) or fetching.pop("subfolder", None)):
             fetching.pop("subfolder", None)
             name = path = str(Path(path) / str(inner))
-        if revision is not None and Path(path).exists():
-            raise ValueError(f"revision={revision!r} is of a hub id; target {name!r} is here, so leave it out")
         model = _read(name, path, revision, fetching, loading)
     else:
         model = _given(source, loading)
@@ -111,6 +109,8 @@ def _dtype(name: str | torch.dtype) -> tuple[torch.dtype | None, bool]:
 def _read(name: str, path: str, revision: str | None, fetching: Figures, loading: Figures) -> PreTrainedModel:
     """The model in a folder or of a hub id. name: as it was typed; fetching, loading: arguments of from_pretrained."""
     check_target_name(name, path)
+    if revision is not None and Path(path).exists():
+        raise ValueError(f"revision={revision!r} is of a hub id; target {name!r} is here, so leave it out")
     if not Path(path).exists():  # where the hub gives none, transformers would ask it for a minute
         asking = {key: fetching[key] for key in ("token", "cache_dir", "local_files_only") if key in fetching}
         try:

@@ -135,8 +135,7 @@ def _steps(
                     left = [paths[i] for i in going]
                     session.observe(Accepted(out.hidden, out.features, going, left, out.logits, kept))
             spans = [("draft", start, drafted), ("target", drafted, passed), ("other", passed, moment(device))]
-            stats.calls += 1
-            stats.nodes += tree.tokens.shape[1]
+            stats.calls, stats.nodes = stats.calls + 1, stats.nodes + tree.tokens.shape[1]
             if options.watch is not None:
                 rows.watched(before, tree, paths, tokens, [elapsed(first, last) for _, first, last in spans])
             if isinstance(start, float):  # nothing to wait for
@@ -146,14 +145,20 @@ def _steps(
     finally:
         with suppress(RuntimeError):  # of a GPU that failed, which another error tells
             stats.book(spans)
-        ran = _PASSES if below else _PASSES[:1]  # drafts that run the target's first layers are a part of its passes
-        alone = any(target.engine.waits(name) > before for name, before in zip(ran, waits, strict=False))
-        same = not below or target.engine.row_invariant(_PASSES[1])
-        stats.exact = target.exact if same and not alone else target.exact_between
+        stats.exact = _exact(target, below > 0, waits)
         stats.compiled += target.compiled - compiled
         stats.rejected += int(rejected)
         cache.close()
         _warn_of_none(drafter, stats)
+
+
+def _exact(target: Target, below: bool, waits: list[float]) -> str:
+    """How exact a call was. below: whether drafts ran the target's first layers, which are then a part of its passes;
+    waits: of `_PASSES`, before the call."""
+    ran = _PASSES if below else _PASSES[:1]
+    alone = any(target.engine.waits(name) > before for name, before in zip(ran, waits, strict=False))
+    same = not below or target.engine.row_invariant(_PASSES[1])
+    return target.exact if same and not alone else target.exact_between
 
 
 def _added(alive: list[int], paths: list[list[int]], tokens: list[list[int]], result: Result) -> Added:
