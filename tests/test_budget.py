@@ -111,6 +111,17 @@ def test_what_was_measured_on_a_busy_machine_is_not_kept(llama, monkeypatch, cap
     assert pass_costs(llama)[:3] == steady[:3]
 
 
+def test_costs_that_passes_do_not_have_are_measured_again(llama, monkeypatch, capsys):
+    monkeypatch.setattr(cost, "measure_costs", lambda *_: [60.0] * 8)  # on a machine that was busy throughout
+    spec, prompt = Spec(llama, made("prompt_lookup", llama)), [[5, 9, 2, 7] * 3]
+    spec._decoded = 100.0
+    found = spec.generate(prompt, 60, nodes="auto")
+    assert found.token_ids == spec.autoregressive(prompt, 60).token_ids
+    assert "it is measured again" in capsys.readouterr().err
+    assert saved_costs(llama) is None
+    assert spec._past == {}
+
+
 def test_sizes_that_can_not_pay_are_not_measured(llama, monkeypatch):
     monkeypatch.setattr(cost, "_DEAR", 0)  # of a tree of one node, say
     measured = cost.measure_costs(llama, 2, 0.0)

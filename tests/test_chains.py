@@ -81,7 +81,7 @@ def test_the_likeliest_chain_of_a_tree_runs():
 
 def test_what_chains_can_not_do_is_refused():
     target = served(tiny("bloom"))
-    refused("inside its attention", made("early_exit", target, exit=1, rank=2).session, target, 1)
+    refused("inside its attention", made, "early_exit", target, exit=1, rank=2)
     with pytest.raises(ValueError, match="needs its whole tree"):
         speculative(target, PROMPTS, Options(4, Sampling(0.0)), made("lookahead", target), 8)
     refused("take engine=eager", target.use_engine, "compiled")

@@ -280,7 +280,7 @@ def test_files_as_others_publish_them(tokenizer, tmp_path):
 )
 def test_a_line_that_asks_nothing_is_named(line, message, tokenizer, tmp_path):
     refused(message, ask, write_lines(tmp_path / "q.jsonl", [line]), tokenizer)
-    with pytest.raises(FileNotFoundError, match="is none of instructions, edits, source"):
+    with pytest.raises(FileNotFoundError, match="no such set; there are instructions, edits, source"):
         ask(str(tmp_path / "nothing.jsonl"), tokenizer)
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -131,6 +132,14 @@ def saved_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[fl
     saved = _saved(path) or {}
     seconds = [float(saved[mode][str(n)]) for n in (0, *SIZES)] if mode in saved else _measured.get((path, sampled))
     return None if seconds is None else _by_nodes(seconds, target)
+
+
+def forget(target: Target, rows: int, sampled: bool) -> None:
+    """Costs that turned out wrong are measured again when they are asked for."""
+    path = cost_file(target, rows)
+    _measured.pop((path, sampled), None)
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _mode(sampled: bool) -> str:

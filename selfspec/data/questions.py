@@ -198,7 +198,8 @@ def file_of(name: str) -> Path | None:
     if Path(place).exists():
         return Path(place)
     raise FileNotFoundError(
-        f"questions={name!r} is none of {', '.join((*SETS, HUMAN_EVAL))} and no JSON-lines file or folder of them"
+        f"questions={name!r}: there is no such file or folder of JSON lines, and no such set; there are "
+        f"{', '.join((*SETS, HUMAN_EVAL))}"
     )
 
 

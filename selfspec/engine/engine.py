@@ -245,6 +245,8 @@ class Engine:
         return code
 
     def _refused(self, instead: str, what: str, error: Exception) -> None:
+        if "interpreter shutdown" in str(error):  # a thread that still compiled when the process ended
+            return
         self.failed[what] = f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0]}"
         print(f"{instead}: {what}: {self.failed[what]}", file=sys.stderr)
 
