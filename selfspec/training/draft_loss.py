@@ -106,7 +106,9 @@ def try_states(target: Target, drafter: Trained, loop: LoopConfig) -> None:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError) as error:  # of weights, or of keys and values, that are not here
-        raise (needs_layers(drafter.kind) if target.partial else error) from error
+        if not target.partial:
+            raise
+        raise needs_layers(drafter.kind) from error
 
 
 def shares(counts: Tensor) -> Callable[[Tensor], Tensor]:
