@@ -276,6 +276,7 @@ REFUSED = [
     ("report", "sweep=. against=nowhere", "against=nowhere: there is no such folder"),
     ("decode", "decode.questions=", "decode.questions is empty"),
     ("decode", "decode.groups=[]", "decode.groups is empty"),
+    ("target", "name=x pretrain.model.hidden_size=0", "pretrain.model.hidden_size=0 must be at least 1"),
     ("target", "name=x pretrain.instruct.source_share=1", "pretrain.instruct.source_share=1.0 must lie in [0, 1)"),
     ("decode", "decode.lossy=rather", "lossy='rather' must be"),
     ("decode", "engine=fast", "engine='fast' must be one of auto, eager, compiled"),

@@ -426,7 +426,11 @@ def check_eagle3_of(out: Path, spec: Any) -> None:
         (lambda p: altered(p, eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state=False can not be"),
         (lambda p: altered(p, rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "makes no layer"),
         (lambda p: altered(p, rope_parameters={"rope_type": "odd", "rope_theta": 1e4}), "rope_type must be one of def"),
-        (lambda p: altered(p, rope_theta=99.0), "differ in rope_theta from rope_scaling=None and rope_theta=99"),
+        (
+            lambda p: altered(p, rope_scaling={"type": "linear", "rope_type": "llama3", "factor": 2.0}),
+            "has type='linear' and rope_type='llama3'",
+        ),
+        (lambda p: altered(p, rope_theta=99.0), "differ in rope_theta from rope_scaling="),
         (lambda p: altered(p, rope_scaling={"type": "linear", "factor": 2.0}), "differ in rope_type from rope_scaling"),
         (lambda p: altered(p, rope_parameters={**ROPE, "factor": math.nan}, rope_theta=99.0), "factor=nan must be a"),
         (lambda p: altered(p, rms_norm_eps=1e308), r"rms_norm_eps=1e\+308 must be a number above 0, below 1"),

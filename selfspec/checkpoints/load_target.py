@@ -140,7 +140,7 @@ def _read(name: str, path: str, revision: str | None, fetching: Figures, loading
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
     except torch.OutOfMemoryError as error:
         raise MemoryError(f"no room for target {name!r}: {one_line(error):.300}") from error
-    except (OSError, ImportError, ValueError):
+    except (OSError, ImportError, ValueError, MemoryError):
         raise
     except Exception as error:  # damaged weights, or those of another model
         if loading and "unexpected keyword" in str(error):  # of the model's constructor, which names itself alone

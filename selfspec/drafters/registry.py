@@ -151,7 +151,7 @@ class _Seen:
 
     def session(self, target: Target, rows: int) -> Session:
         before, self.inner = self.inner, self.drafter.session(target, rows)
-        if self.inner is before:
+        if self.inner is before and before is not None:
             raise ValueError(f"drafter {self.name}: session gave that of an earlier call; it makes a new one each time")
         for method in ("propose", "observe"):
             if not callable(getattr(self.inner, method, None)):

@@ -68,7 +68,7 @@ def page_data(config: PageConfig) -> Figures:
         if not Path(run).is_dir():
             raise FileNotFoundError(f"page.runs holds {run!r}: there is no such folder")
         names = "compare.json", "limits.json", "traces.jsonl"
-        paths = [path for name in names for path in sorted(Path(run).rglob(name))]
+        paths = [path for name in names for path in sorted(Path(run).rglob(name)) if path.is_file()]
         if not paths:
             raise ValueError(
                 f"page.runs holds {run!r}, in which no run left compare.json, limits.json or traces.jsonl; "

@@ -56,6 +56,9 @@ class ModelConfig:
     max_position_embeddings: int = 1024
     more: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        at_least(self, "pretrain.model", 1, *(name for name, value in vars(self).items() if type(value) is int))
+
     def build(self, **settings: Any) -> PreTrainedModel:
         """The model, with random weights. Raises ValueError for a type that transformers does not know, or settings
         that its config refuses."""

@@ -23,7 +23,7 @@ T = TypeVar("T")
 Figures = dict[str, Any]  # what a run tells, as it is written to JSON: numbers, texts, lists and dicts of them
 ORIGIN = "origin.json"  # in a run folder: what a measurement was made with
 _LARGEST = 2**26  # bytes of a JSON file
-_LONGEST = 255  # bytes of a file's name
+_LONGEST = 255  # characters of a file's name
 _DIGITS = 40  # of an integer in one
 NOTHING = float("nan")  # a mean over nothing, which is shown as n/a
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -161,7 +161,8 @@ def private_folder(folder: Path) -> None:
 def inside(folder: Path, name: str, by: Path) -> Path:
     """The file of a folder that another file, `by`, names. Raises ValueError for a name that leads out of it."""
     path = PurePath(name)  # by its name alone: the hub's cache keeps links to files that lie elsewhere
-    if not path.name or len(name.encode()) > _LONGEST or path.is_absolute() or ".." in path.parts or "\\" in name:
+    long = any(len(part) > _LONGEST for part in path.parts)
+    if not path.name or long or path.is_absolute() or ".." in path.parts or "\\" in name:
         raise ValueError(f"{by} names the file {name!r:.200}, which does not lie in {folder}; copy the folder again")
     return folder / path
 

@@ -37,9 +37,12 @@ def own_settings(config: dict[str, Any]) -> dict[str, Any]:
         )
     settings = {name: config[name] for name in OWN if config.get(name) is not None}
     rope, scaling, theta = (config.get(name) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
-    older = {("rope_type" if key == "type" else key): value for key, value in (scaling or {}).items()}
-    older |= {} if theta is None else {"rope_theta": theta}
-    rope = {"rope_type": "default", "rope_theta": theta or 10000.0, **(rope or older)}
+    scaling = {key: value for key, value in (scaling or {}).items() if value is not None}
+    if (kind := scaling.pop("type", None)) is not None and scaling.setdefault("rope_type", kind) != kind:
+        raise ValueError(f"rope_scaling has type={kind!r} and rope_type={scaling['rope_type']!r}; remove what is wrong")
+    older = {**scaling, **({} if theta is None else {"rope_theta": theta})}
+    stated = {key: value for key, value in (rope or older).items() if value is not None}
+    rope = {"rope_type": "default", "rope_theta": theta or 10000.0, **stated}
     if odd := sorted(key for key in older if rope.get(key, older[key]) != older[key]):
         raise ValueError(
             f"rope_parameters={rope!r:.200} differ in {', '.join(odd)} from rope_scaling={scaling!r:.200} and "
