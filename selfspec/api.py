@@ -104,7 +104,8 @@ class Spec:
         return Generated(*parts, rule, forecast, trace, self.tokenizer, reasons)
 
     def _hold_costs(self, sampled: bool, result: Result) -> None:
-        """Costs of passes that were measured on a busy machine are dear alike, which nobody sees: here passes are."""
+        """Drop measured costs that the passes of a call are far below. A machine that is busy throughout makes all
+        costs too high by the same factor, so that the costs alone look plausible."""
         stats, key = result.stats, (sampled, len(result.token_ids))
         if key not in self._past or stats.compiled or stats.calls < _PASSES:
             return

@@ -43,12 +43,12 @@ _TRACED = 3  # calls, of which one is kept
 class DecodeConfig(Answering):
     """temperature: 0 is greedy; top_k, top_p and min_p: warp as in transformers; seed: of all noise, from which every
     prompt gets its own; repeats: timed runs per prompt and arm, of which the median counts; batch_size: prompts per
-    call; arms: what is timed; metrics: acceptance by other
-    projects' definitions too: vllm, spec_bench, specforge, modelopt; answers: a file, in the run's folder unless it is
-    absolute, that gets the answers in Spec-Bench's form; columns: all, for every column in the terminal, and functions
-    of yours, package.module.function, each a column of the table from (point, records); traces: so many prompts of each
-    group are decoded once more, plainly and speculatively, for traces.jsonl (see `selfspec.trace`); lossy: a rule that
-    changes the output (see `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
+    call; arms: what is timed; metrics: acceptance by other projects' definitions too: vllm, spec_bench, specforge,
+    modelopt; answers: a file, in the run's folder unless it is absolute, that gets the answers in Spec-Bench's form;
+    columns: all, for every column in the terminal, and functions of yours, package.module.function, each a column of
+    the table from (point, records); traces: so many prompts of each group are decoded once more, plainly and
+    speculatively, for traces.jsonl (see `selfspec.trace`); lossy: a rule that changes the output (see
+    `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
 
     prompts: int = 25
     temperature: float = 0.0

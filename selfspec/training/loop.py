@@ -26,7 +26,7 @@ from selfspec.utils.openai_client import Refused
 from selfspec.utils.progress import progress
 from selfspec.utils.tracking import RunLog
 
-_EARLY = 10  # steps after which a machine that other programs use is told
+_EARLY = 10  # steps after which other programs beside this one are named
 
 
 def average(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:

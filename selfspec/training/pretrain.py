@@ -283,8 +283,8 @@ def _stage(
     log: RunLog,
     before: Figures,
 ) -> Figures:
-    """Train with Muon for the layers' matrices and AdamW for everything else (two peak rates); figures by
-    the names in `held_out`."""
+    """Train with Muon for the layers' matrices and AdamW for everything else (two peak rates); figures by the names in
+    `held_out`."""
     log.begin()
     model.to(accelerator.device)
     matrices = [p for p in layer_stack(model).parameters() if p.ndim == 2]
