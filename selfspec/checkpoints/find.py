@@ -90,10 +90,12 @@ def _no_drafter(name: str) -> FileNotFoundError:
         return FileNotFoundError(f"no drafter at {name!r}: it is a file; give the folder of a drafter")
     if (place / "config.json").is_file():
         return FileNotFoundError(f"no drafter at {name!r}: it holds a model; give target={name}, and a drafter for it")
+    lacks = "the folder holds none" if place.is_dir() else "there is no such folder"
     return FileNotFoundError(
-        f"no drafter at {name!r}{did_you_mean(name, (*DRAFTERS, *UNTRAINED))}: expected drafter/drafter.json or "
-        "drafter.json there, or an EAGLE-3 or Medusa folder as others publish them, a hub id owner/name, or one of "
-        f"the embedded {embedded}, or {' or '.join(UNTRAINED)}, which need no training (join several by +)"
+        f"no drafter at {name!r}{did_you_mean(name, (*DRAFTERS, *UNTRAINED))}: {lacks}; give a folder with "
+        "drafter.json or drafter/drafter.json, an EAGLE-3 or Medusa folder as others publish them, a hub id "
+        f"owner/name, or one of the embedded {embedded}, or {' or '.join(UNTRAINED)}, which need no training (join "
+        "several by +)"
     )
 
 

@@ -33,7 +33,7 @@ def fetch(name: str, revision: str | None = None, parts: str | list[str] | None 
         at = f" at revision {revision!r}" if revision is not None else ""
         raise FileNotFoundError(
             f"{name!r}{at} is no folder here, and the hub gives none: {type(error).__name__}, {' '.join(lines[:1])}"
-        ) from error
+        ) from None  # the hub's own chain of causes is a hundred lines
 
 
 def measured(results: Sequence[Path], folder: Path, located: Callable[[str], Path]) -> list[Figures]:

@@ -116,7 +116,7 @@ def _read(name: str, path: str, revision: str | None, fetching: Figures, loading
         try:
             fetch(path, revision, "*config.json", **asking)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error}{elsewhere(path)}") from error
+            raise FileNotFoundError(f"{error}{elsewhere(path)}") from None
     try:
         check_config(path, {"revision": revision, **fetching}, "attn_implementation" in loading)
         config = AutoConfig.from_pretrained(path, revision=revision, **fetching)

@@ -67,10 +67,9 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
             if plain.token_ids == fast.token_ids
             else "other tokens (selfspec audit tells whether rounding explains it)"
         )
-        print(
-            f"{DIM}{same}, {fast.stats.acceptance_length:.2f} per pass, "
-            f"{fast.stats.tokens_per_second / plain.stats.tokens_per_second:.2f}x as fast{RESET}"
-        )
+        ratio = fast.stats.tokens_per_second / plain.stats.tokens_per_second
+        gain = f"{fast.stats.acceptance_length:.2f} per pass, {ratio:.2f}x as fast"
+        print(f"{DIM}{same}, {gain if fast.stats.nodes > fast.stats.calls else 'nothing was drafted'}{RESET}")
 
 
 def _lines(spec: Spec, result: Generated, width: int) -> list[list[Cell]]:

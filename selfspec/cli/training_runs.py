@@ -65,7 +65,7 @@ def settled(kind: type[R], config: DictConfig, folder: Path) -> tuple[R, DictCon
         state = shard.group(device)
         config.loop.precision = "bf16" if shard.gathered([bfloat16_is_faster(device)])[0] else "no"
         if state.is_main_process:
-            print(f"loop.precision={config.loop.precision}: matrix products take less time so, measured on {device}")
+            print(f"loop.precision={config.loop.precision}: the faster of bf16 and no, as measured on {device}")
         if "target" in config and config.target.dtype == "auto" and config.loop.precision == "no" and device == "cpu":
             config.target.dtype = "float32"
     return typed(kind, config), config

@@ -37,7 +37,7 @@ class Packed:
         documents, self.begins = corpus.lengths(), torch.tensor(corpus.begins, dtype=torch.int64)
         if (step := length - len(self.begins)) < 1:  # of a text's further parts
             raise ValueError(
-                f"train.length={length} leaves no room behind the {len(self.begins)} tokens that texts begin with"
+                f"length={length} leaves no room behind the {len(self.begins)} tokens that texts begin with; raise it"
             )
         parts = ((documents - length).clamp(min=0) + step - 1) // step + (documents > 0)
         number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)

@@ -12,6 +12,7 @@ from selfspec.evaluation.figures import grouped
 from selfspec.utils.files import Figures, disk_room
 
 matplotlib.use("Agg")
+from matplotlib import colormaps
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
@@ -151,9 +152,10 @@ def _titled(axes: Axes, rows: Sequence[Figures], more: str = "") -> None:
 def _acceptance(axes: Axes, rows: Sequence[Figures]) -> None:
     for i, row in enumerate(rows):
         full, conditional = row["full_acceptance"], row["conditional_acceptance"]
+        color = f"C{i}" if len(rows) <= 10 else colormaps["viridis"](i / (len(rows) - 1))
         depths = range(1, len(full) + 1)
-        axes.plot(depths, full, "o-", color=f"C{i % 10}", label=row["label"])
-        axes.plot(depths, conditional, "x:", color=f"C{i % 10}", alpha=0.6)
+        axes.plot(depths, full, "o-", color=color, label=row["label"])
+        axes.plot(depths, conditional, "x:", color=color, alpha=0.6)
     axes.set(xlabel="depth", ylabel="accepted", ylim=(0, 1))
     axes.set_title("solid: all up to here; dotted: given that the parent was", fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]

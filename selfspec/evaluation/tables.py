@@ -278,6 +278,8 @@ def limits_tables(figures: Figures) -> str:
     for engine in ("eager", "compiled"):
         columns += [f"{engine}, ms", "c(n) / c(1)", "overhead"]
     text = f"{head}\n\n{markdown([*columns, 'eager / compiled'], rows)}"
+    for what, why in figures.get("failed", {}).items():
+        text += f"\n\nNot compiled, so that compiled times are those of an eager pass: {what} ({why})"
     text += f"\n\n{_kernels_table(figures)}".rstrip()
     if not figures["forecasts"]:
         return text

@@ -51,7 +51,7 @@ def memory_line(target: Target, drafter: Drafter, tokens: int, parts: int = 1) -
     return (
         f"trains {counts[0]:.2f}M parameters, with gradients and moments {moved / 2**20:.1f} MB, beside a target of "
         f"{counts[1]:.2f}M, {frozen_bytes / 2**20:.1f} MB; logits of {tokens} tokens at once {logits / 2**20:.1f} MB; "
-        f"in each process {held:.2f} GiB and what hidden states take"
+        f"each process holds {held:.2f} GiB, hidden states not counted"
     )
 
 

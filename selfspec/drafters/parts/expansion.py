@@ -36,7 +36,7 @@ def ahead(context: Context, depth: int) -> Tensor | None:
     return context.noise.ahead([n + 1 for n in context.lengths], depth + 1, context.positions)[:, :depth]
 
 
-_MANY, _FEW, _PARTS = 1 << 15, 64, 32  # of so many scores at least, so few at most are picked in two stages
+_MANY, _FEW, _PARTS = 1 << 13, 64, 32  # of so many scores at least, so few at most are picked in two stages
 
 
 def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

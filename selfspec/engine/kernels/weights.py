@@ -273,7 +273,7 @@ def choose(outputs: int, width: int) -> Kernel | None:
             if busy() and (usual := _usual(outputs, width)) is not None:
                 return usual
             if not _choices:
-                print("kernels are measured, once for each product; `selfspec limits` shows them", file=sys.stderr)
+                print("measuring once which kernel multiplies fastest on this machine", file=sys.stderr)
             _choices[name] = measure(outputs, width)
             with suppress(OSError):  # of a folder that can not be written to: measured again by the next process
                 private_folder(path.parent)
