@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
@@ -19,8 +17,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.budget.cost import LARGEST, SECONDS, forget, pass_costs, saved_costs
-from selfspec.budget.policy import Auto, Experience, Forecast, unmeasured
+from selfspec.budget.learned import Learned
+from selfspec.budget.policy import Forecast
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.hub import measured, push
@@ -43,7 +41,6 @@ from selfspec.utils.files import Figures
 
 _streams: WeakSet[Generator[str]] = WeakSet()  # that may still be open
 NODES = 16  # nodes per tree unless asked for otherwise
-_PASSES, _STALE = 16, 3  # passes of a call that is held against measured costs, and how many times these are too high
 _LOADING = ("device_map",)  # of from_pretrained, though near to a name of `load`
 
 
@@ -56,10 +53,7 @@ class Spec:
     ) -> None:
         """source: the drafter's folder, where it was loaded from one."""
         self.target, self.drafter, self.tokenizer, self.source = target, drafter.eval(), tokenizer, source
-        # For nodes="auto", by whether it samples and rows: costs of passes, and what earlier calls taught
-        self._past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
-        self._decoded = 0.0  # seconds of all calls so far that compiled nothing
-        self._due = SECONDS  # of them, before the cost of a pass is measured
+        self._learned = Learned(target)
 
     @taking(Request)
     def generate(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
@@ -95,24 +89,13 @@ class Spec:
         forecast: Forecast | None = None,
         tracer: Tracer | None = None,
     ) -> Generated:
-        self._decoded += 0 if result.stats.compiled else result.stats.seconds
+        self._learned.spent(result.stats)
         if forecast is not None:
-            self._hold_costs(options.sampling.temperature > 0, result)
+            self._learned.hold(result.stats, len(result.token_ids), options.sampling.temperature > 0)
         parts = result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed
         trace = None if tracer is None else tracer.trace(result.stats)
         reasons = ["stop" if stopped else "length" for stopped in result.stopped]
         return Generated(*parts, rule, forecast, trace, self.tokenizer, reasons)
-
-    def _hold_costs(self, sampled: bool, result: Result) -> None:
-        """Drop measured costs that the passes of a call are far below. A machine that is busy throughout makes all
-        costs too high by the same factor, so that the costs alone look plausible."""
-        stats, key = result.stats, (sampled, len(result.token_ids))
-        if key not in self._past or stats.compiled or stats.calls < _PASSES:
-            return
-        if _STALE * stats.seconds_target < stats.calls * self._past[key][0][0]:
-            print("auto: passes take a third of what was measured or less; it is measured again", file=sys.stderr)
-            forget(self.target, key[1], sampled)
-            del self._past[key]
 
     def _tracer(self, asked: Request, prompts: list[list[int]], options: Options, sources: tuple[str, ...]) -> Tracer:
         nodes = (asked.nodes or NODES) if sources else 1
@@ -214,13 +197,13 @@ class Spec:
         check(target, prompts, options)
         # Who drafts is asked once nothing is left to refuse: it may have to measure, which is no decoding
         drafter, most, _ = self._budget(Request(2**31, float(bool(config.do_sample)), nodes=nodes), rows)
-        start, result = time.perf_counter(), Result.of(rows)
+        result = Result.of(rows)
         for added in speculative_steps(target, prompts, options, drafter, most, result):
             for _, tokens, _ in added if streamer is not None else ():
                 streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
-        self._decoded += time.perf_counter() - start
+        self._learned.spent(result.stats)
         return returned(input_ids, result, config)
 
     def _asked(
@@ -235,23 +218,12 @@ class Spec:
 
     def _budget(self, asked: Request, rows: int) -> tuple[Drafts, int, Forecast | None]:
         """Who drafts, with how many nodes at most; with "auto", what it expects of the call."""
-        nodes, sampled = asked.nodes, asked.temperature > 0
+        nodes = asked.nodes
         if not isinstance(nodes, str):
             return self.drafter, NODES if nodes is None else nodes, None
         if nodes != "auto":
             raise ValueError(f"nodes={nodes!r} must be a number or 'auto'")
-        if (sampled, rows) not in self._past:
-            which = self.target, rows, sampled
-            early = self._decoded < self._due  # measuring takes longer than all calls so far
-            if early and saved_costs(*which) is None:
-                return self.drafter, unmeasured(self.target.device), Forecast(measured=False)
-            costs = pass_costs(*which)
-            if saved_costs(*which) is None:  # the machine was busy: again after twice as many calls
-                self._decoded, self._due = 0.0, 2 * self._due
-                return self.drafter, unmeasured(self.target.device), Forecast(measured=False)
-            self._past[sampled, rows] = costs, Experience()
-        (costs, past), forecast = self._past[sampled, rows], Forecast()
-        return Auto(self.drafter, costs, past, forecast, asked.max_new_tokens), LARGEST, forecast
+        return self._learned.budget(self.drafter, rows, asked.temperature > 0, asked.max_new_tokens)
 
     def _text_pieces(self, steps: Iterator[Added], stats: Stats) -> Generator[str]:
         assert self.tokenizer is not None
@@ -262,7 +234,7 @@ class Spec:
                     if piece := text.add(step[0][1]):
                         yield piece
         finally:  # also of one that nobody reads to its end
-            self._decoded += 0 if stats.compiled else stats.seconds
+            self._learned.spent(stats)
         if piece := text.rest():
             yield piece
 

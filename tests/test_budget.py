@@ -103,10 +103,10 @@ def test_what_was_measured_on_a_busy_machine_is_not_kept(llama, monkeypatch, cap
     assert saved_costs(llama) is None
     assert not cost_file(llama, 1).exists()
     spec = Spec(llama, made("prompt_lookup", llama))
-    spec._decoded = 100.0
+    spec._learned.decoded = 100.0
     assert not spec.generate([[5, 9, 2, 7]], 4, nodes="auto").forecast.measured  # small trees, and later again
-    assert spec._decoded < 100 < 3 * spec._due < 200
-    spec._decoded = 100.0
+    assert spec._learned.decoded < 100 < 3 * spec._learned.due < 200
+    spec._learned.decoded = 100.0
     assert spec.generate([[5, 9, 2, 7]], 4, nodes="auto").forecast.measured
     assert pass_costs(llama)[:3] == steady[:3]
 
@@ -114,12 +114,12 @@ def test_what_was_measured_on_a_busy_machine_is_not_kept(llama, monkeypatch, cap
 def test_costs_that_passes_do_not_have_are_measured_again(llama, monkeypatch, capsys):
     monkeypatch.setattr(cost, "measure_costs", lambda *_: [60.0] * 8)  # on a machine that was busy throughout
     spec, prompt = Spec(llama, made("prompt_lookup", llama)), [[5, 9, 2, 7] * 3]
-    spec._decoded = 100.0
+    spec._learned.decoded = 100.0
     found = spec.generate(prompt, 60, nodes="auto")
     assert found.token_ids == spec.autoregressive(prompt, 60).token_ids
     assert "it is measured again" in capsys.readouterr().err
     assert saved_costs(llama) is None
-    assert spec._past == {}
+    assert spec._learned.past == {}
 
 
 def test_sizes_that_can_not_pay_are_not_measured(llama, monkeypatch):
@@ -397,8 +397,8 @@ def test_spec_takes_auto(llama, monkeypatch):
     assert short.stats.nodes == spec.generate(prompt, 40, nodes=policy.unmeasured(llama.device)).stats.nodes
     assert "calls have taken 20 s in all" in str(short.forecast)
     assert not cost_file(llama, 1).exists()
-    assert spec._decoded > short.stats.seconds
-    spec._decoded = cost.SECONDS
+    assert spec._learned.decoded > short.stats.seconds
+    spec._learned.decoded = cost.SECONDS
     for temperature in (0.0, 1.0):
         plain = spec.autoregressive(prompt, 40, temperature, seed=2)
         found = spec.generate(prompt, 40, temperature, seed=2, nodes="auto")

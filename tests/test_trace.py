@@ -78,7 +78,7 @@ def test_members_of_a_hybrid_are_told_apart():
 def test_a_node_of_two_members_is_of_both_and_a_cut_tree_keeps_whose_its_nodes_are(llama):
     members = {name: made("prompt_lookup", llama) for name in ("one", "other")}
     spec = Spec(llama, Hybrid(llama, members))
-    spec._past[False, 1] = [0.001 + 0.0001 * n for n in range(65)], Experience()  # costs: nothing is measured
+    spec._learned.past[False, 1] = [0.001 + 0.0001 * n for n in range(65)], Experience()  # costs: nothing is measured
     for nodes in (8, "auto"):
         trace = spec.generate([[5, 9, 2, 7] * 6], 24, nodes=nodes, trace=True).trace
         drafted = [whose for line in trace.passes for whose in line["sources"][1:]]

@@ -1,0 +1,53 @@
+"""What the calls on one target teach for `nodes="auto"`: when costs of passes are measured, and whether they hold."""
+
+from __future__ import annotations
+
+import sys
+
+from selfspec.budget.cost import LARGEST, SECONDS, forget, pass_costs, saved_costs
+from selfspec.budget.policy import Auto, Experience, Forecast, unmeasured
+from selfspec.core.contract import Drafts
+from selfspec.core.stats import Stats
+from selfspec.core.target import Target
+
+_PASSES, _STALE = 16, 3  # passes of a call that is held against measured costs, and how many times these are too high
+
+
+class Learned:
+    """past: by whether a call samples and its rows, costs of passes and what earlier calls taught; decoded: seconds of
+    all calls so far that compiled nothing; due: of them, before the cost of a pass is measured."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
+        self.decoded, self.due = 0.0, SECONDS
+
+    def budget(self, drafter: Drafts, rows: int, sampled: bool, limit: int) -> tuple[Drafts, int, Forecast]:
+        """Who drafts in a call of so many rows and new tokens, with how many nodes at most, and what it expects. Before
+        costs are known, small trees; they are measured once calls have taken as long as that takes."""
+        if (sampled, rows) not in self.past:
+            which = self.target, rows, sampled
+            small = drafter, unmeasured(self.target.device), Forecast(measured=False)
+            if saved_costs(*which) is None and self.decoded < self.due:
+                return small
+            costs = pass_costs(*which)
+            if saved_costs(*which) is None:  # the machine was busy: again after twice as many calls
+                self.decoded, self.due = 0.0, 2 * self.due
+                return small
+            self.past[sampled, rows] = costs, Experience()
+        (costs, past), forecast = self.past[sampled, rows], Forecast()
+        return Auto(drafter, costs, past, forecast, limit), LARGEST, forecast
+
+    def spent(self, stats: Stats) -> None:
+        """A call is over."""
+        self.decoded += 0 if stats.compiled else stats.seconds
+
+    def hold(self, stats: Stats, rows: int, sampled: bool) -> None:
+        """Drop measured costs that the passes of a call are far below. A machine that is busy throughout makes all
+        costs too high by the same factor, so that the costs alone look plausible."""
+        if (sampled, rows) not in self.past or stats.compiled or stats.calls < _PASSES:
+            return
+        if _STALE * stats.seconds_target < stats.calls * self.past[sampled, rows][0][0]:
+            print("auto: passes take a third of what was measured or less; it is measured again", file=sys.stderr)
+            forget(self.target, rows, sampled)
+            del self.past[sampled, rows]
