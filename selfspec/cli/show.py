@@ -57,7 +57,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
         plain, fast = answers(prompt)
         print(f"\n{visible(prompt.turn_text or text_of(spec.tokenizer, prompt.ids))}")
         print(f"{DIM}{'plain':<{width}} | speculative, {GREEN}drafted{RESET}{DIM} (group {prompt.group}){RESET}")
-        left, right = _lines(spec, plain, width), _lines(spec, fast, width)
+        left, right = _lines(plain, width), _lines(fast, width)
         for i in range(max(len(left), len(right))):
             row = [lines[i] if i < len(lines) else [] for lines in (left, right)]
             print(f"{_painted(row[0], width)} | {_painted(row[1], width)}")
@@ -72,7 +72,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
         print(f"{DIM}{same}, {gain if fast.stats.nodes > fast.stats.calls else 'nothing was drafted'}{RESET}")
 
 
-def _lines(spec: Spec, result: Generated, width: int) -> list[list[Cell]]:
+def _lines(result: Generated, width: int) -> list[list[Cell]]:
     """The text cut at line breaks and, between words where there are any, at `width` characters."""
     cells = [(character, drafted) for text, drafted in result.pieces() for character in visible(text)]
     lines: list[list[Cell]] = [[]]

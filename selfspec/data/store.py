@@ -134,32 +134,25 @@ def _counting(document: Document, offsets: list[tuple[int, int]]) -> list[bool]:
 
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer, prompt_end: Sequence[int] = ()) -> Corpus:
     """Documents as tokens in memory; see `encoded`. prompt_end: see `ChatTemplate.prompt_end`."""
-    tokens, mask, starts, is_chat, n_bytes = list[Tensor](), list[Tensor](), [0], list[bool](), 0
+    parts, is_chat, n_bytes = list[tuple[Tensor, Tensor]](), list[bool](), 0
     for one in progress(encoded(documents, tokenizer), desc="tokenizing", unit=" documents", leave=False):
-        tokens.append(torch.tensor(one.tokens, dtype=torch.int64))
-        mask.append(torch.tensor(one.mask, dtype=torch.bool))
-        starts.append(starts[-1] + len(one.tokens))
+        parts.append((torch.tensor(one.tokens, dtype=torch.int64), torch.tensor(one.mask, dtype=torch.bool)))
         is_chat.append(one.talk)
         n_bytes += one.n_bytes
-    corpus = joined(
-        torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]),
-        torch.cat([torch.zeros(0, dtype=torch.bool), *mask]),
-        torch.tensor(starts),
-        torch.tensor(is_chat, dtype=torch.bool),
-        n_bytes,
-    )
-    return replace(corpus, prompt_end=tuple(prompt_end), begins=beginning(tokenizer))
+    corpus = in_a_row(parts, torch.tensor(is_chat, dtype=torch.bool), beginning(tokenizer))
+    return replace(corpus, n_bytes=n_bytes, prompt_end=tuple(prompt_end))
 
 
-def joined(tokens: Tensor, mask: Tensor, starts: Tensor, is_chat: Tensor, n_bytes: int = 0) -> Corpus:
-    """A corpus of tensors, its figures counted."""
-    return Corpus(tokens, mask, n_bytes, starts, is_chat, int(mask.sum()), _hash(tokens, mask, starts))
+def joined(tokens: Tensor, mask: Tensor, starts: Tensor, is_chat: Tensor) -> Corpus:
+    """A corpus of tensors, its figures counted but for the bytes of its text."""
+    return Corpus(tokens, mask, 0, starts, is_chat, int(mask.sum()), _hash(tokens, mask, starts))
 
 
 def in_a_row(documents: Sequence[tuple[Tensor, Tensor]], is_chat: Tensor, begins: tuple[int, ...] = ()) -> Corpus:
     """A corpus of documents, each its tokens and their mask. begins: see `beginning`."""
     starts = torch.tensor([0, *(len(tokens) for tokens, _ in documents)]).cumsum(0)
-    tokens, mask = (torch.cat(parts) for parts in zip(*documents, strict=True))
+    none = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
+    tokens, mask = (torch.cat(parts) for parts in zip(none, *documents, strict=True))
     return replace(joined(tokens, mask, starts, is_chat), begins=begins)
 
 

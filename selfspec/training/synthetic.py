@@ -139,7 +139,7 @@ def synthetic(config: Synthetic, target: Target, tokenizer: Tokenizer) -> tuple[
         conversations += _split(chunk, config.conversations - first)
     train, validation = _divided(conversations, len(template.opening), config.validation_share, beginning(tokenizer))
     if not quiet:
-        _card(folder, config, target, tokenizer, template, train, validation)
+        _card(folder, config, target, tokenizer, train, validation)
     return train, validation
 
 
@@ -278,13 +278,7 @@ def _divided(
 
 
 def _card(
-    folder: Path,
-    config: Synthetic,
-    target: Target,
-    tokenizer: Tokenizer,
-    template: Template,
-    train: Corpus,
-    validation: Corpus,
+    folder: Path, config: Synthetic, target: Target, tokenizer: Tokenizer, train: Corpus, validation: Corpus
 ) -> None:
     """Say what was made, in words and on disk."""
     count = len(train.is_chat) + len(validation.is_chat)
