@@ -15,7 +15,7 @@ from selfspec.core.options import Options
 from selfspec.core.quantized import quantize
 from selfspec.core.target import Target
 from selfspec.engine.engine import Engine
-from selfspec.engine.kernels import redirect
+from selfspec.engine.kernels import redirect, skinny_gemm
 from selfspec.engine.kernels.native import has_compiler, served
 from selfspec.engine.kernels.redirect import Redirected
 
@@ -50,7 +50,8 @@ def test_attention_is_torchs(heads, shared, nodes, rows, masks):
 
 @here
 def test_linear_maps_are_torchs(monkeypatch):
-    monkeypatch.setattr(redirect, "MOST", 8)
+    monkeypatch.setattr(skinny_gemm, "_ROWS", 8)
+    monkeypatch.setattr(skinny_gemm, "_NEAR", 64)
     x, weight, bias = random(3, 7, 64), random(40, 64), random(40)
     with Redirected() as mode, torch.inference_mode():
         found, none = F.linear(input=x, weight=weight, bias=bias), F.linear(x[:0], weight)

@@ -84,10 +84,7 @@ class Redirected(TorchFunctionMode):
         if width % STEP or (bias is not None and not bias.is_contiguous()):
             return None
         rows = input.reshape(-1, width).contiguous()
-        if len(rows) <= MOST:
-            return multiply_in_place(rows, weight, bias).view(*input.shape[:-1], len(weight))
-        outs = [multiply_in_place(part, weight, bias) for part in rows.split(MOST)]
-        return torch.cat(outs).view(*input.shape[:-1], len(weight))
+        return multiply_in_place(rows, weight, bias).view(*input.shape[:-1], len(weight))
 
     def attention(
         self,
