@@ -23,6 +23,7 @@ from selfspec.drafters.base import Batch, Sample
 from selfspec.drafters.registry import Untrusted, build, config_class, drafter_class, try_out
 from selfspec.evaluation.points import read_points, rows_of
 from selfspec.evaluation.tables import table
+from selfspec.training.draft_loss import try_training
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_drafter.md").read_text(), re.DOTALL)
@@ -199,7 +200,23 @@ BROKEN = {  # message: what of the drafter of docs/own_drafter.md is replaced by
         f"        from selfspec.core.tree import DraftTree\n        t = {FLAT}\n"
         "        return DraftTree(t.tokens.float(), t.parents, torch.ones(t.tokens.shape))\n        return grown(",
     ),
-    "fails when it drafts: TypeError": ("    def propose(self, context):", "    def propose(self):"),
+    "propose or observe fails: TypeError": ("    def propose(self, context):", "    def propose(self):"),
+    "so its fields are not saved; put @dataclass above it": ("@dataclass\n", ""),
+    "loss has to return what `decayed` gives, a scalar with a gradient and a dict of figures, not 1.0": (
+        "        return decayed(",
+        "        return 1.0\n        return decayed(",
+    ),
+    "not (a tensor [2, 27], {})": ("        return decayed(", "        return losses, {}\n        return decayed("),
+    "not (a tensor [] without a gradient, {})": (
+        "        return decayed(",
+        "        return losses.detach().mean(), {}\n        return decayed(",
+    ),
+    "loss fails: RuntimeError": ("batch.logits[:, :-1]", "batch.logits"),
+    "scores has to return logits [3, 4, 320] [depth, n, V], not a tensor [4, 320]": (
+        "        return torch.stack([self(sample.tokens.to(self.read.device)[at + 1 + d]) for d in range(self.depth)])",
+        "        return self(sample.tokens[at + 1])",
+    ),
+    "normal_kernel_cpu": ('"dtype": training_dtype(target.dtype)', '"dtype": torch.int64'),
     "can not be built": ("    def __init__(self, target, config):", "    def __init__(self, target):"),
     "can not be imported": ("import torch\n", "import torch\nraise KeyError('boom')\n"),
     "must be annotated with a dataclass": ("    config: BigramConfig\n", "    config: int\n"),
@@ -217,8 +234,10 @@ def test_what_the_contract_lacks_is_told_when_it_is_built(package, message, tiny
     target = load_target(tiny_folder)[0]
     with pytest.raises(ValueError, match=re.escape(message)) as error:  # noqa: PT012
         kind = drafter_class(f"ownpkg.{name}.Bigram", trust=True)
-        try_out(build(kind, target, config_class(kind)()), target)
-    if message.startswith("fails"):
+        drafter = build(kind, target, config_class(kind)())
+        try_out(drafter, target)
+        try_training(drafter, target)
+    if "fails: " in message:
         assert re.search(r", in \S+\.py, line \d+$", str(error.value))
 
 

@@ -25,6 +25,11 @@ def repository(name: str) -> str | None:
     return name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
 
 
+def elsewhere(name: str) -> bool:
+    """Whether a target is named by a path, which means nothing to others."""
+    return Path(name).is_absolute() or name.startswith("../")
+
+
 def card(meta: Figures, note: str) -> str:
     """meta: of drafter.json; note: what its maker adds."""
     config = "\n".join(
@@ -32,8 +37,8 @@ def card(meta: Figures, note: str) -> str:
     )
     name, kind = str(meta["target"]["name"]), in_markdown(meta["kind"])
     base = "" if repository(name) is None else f"base_model: {name}\n"
-    outside = Path(name).is_absolute() or name.startswith("../")
-    target = in_markdown(Path(name).name if outside else name)  # a path means nothing to others
+    target = in_markdown(Path(name).name if elsewhere(name) else name)
+    given = f', target="path/to/{target}"' if elsewhere(name) else ""
     return f"""---
 library_name: selfspec
 {base}tags: [speculative-decoding, {json.dumps(meta["kind"])}]
@@ -46,7 +51,7 @@ many passes the target takes. {STORY}
 ```python
 import selfspec
 
-spec = selfspec.load("{PLACE}")
+spec = selfspec.load("{PLACE}"{given})
 ```
 
 {config}

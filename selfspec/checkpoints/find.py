@@ -90,7 +90,9 @@ def _no_drafter(name: str) -> FileNotFoundError:
         return FileNotFoundError(f"no drafter at {name!r}: it is a file; give the folder of a drafter")
     if (place / "config.json").is_file():
         return FileNotFoundError(f"no drafter at {name!r}: it holds a model; give target={name}, and a drafter for it")
-    lacks = "the folder holds none" if place.is_dir() else "there is no such folder"
+    runs = sorted(str(path.parents[1]) for path in place.glob("*/drafter/drafter.json"))
+    lacks = f"the folder holds {'runs: give one, as ' + runs[0] if runs else 'none'}"
+    lacks = lacks if place.is_dir() else "there is no such folder"
     return FileNotFoundError(
         f"no drafter at {name!r}{did_you_mean(name, (*DRAFTERS, *UNTRAINED))}: {lacks}; give a folder with "
         "drafter.json or drafter/drafter.json, an EAGLE-3 or Medusa folder as others publish them, a hub id "

@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapsho
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from selfspec.checkpoints.card import PLACE, in_markdown, repository
+from selfspec.checkpoints.card import PLACE, elsewhere, in_markdown, repository
 from selfspec.checkpoints.drafter_folder import check_files, read_meta
 from selfspec.utils.files import Figures, atomic, read_json
 
@@ -89,7 +89,10 @@ def prepare(source: Path, folder: Path, repo: str, points: Sequence[Figures] = (
     card = ModelCard(path.read_text() if path.is_file() else f"---\nlibrary_name: selfspec\n---\n# {meta['kind']}\n")
     card.text = card.text.split(_MEASURED)[0].rstrip().replace(PLACE, repo) + "\n"
     data: ModelCardData = card.data  # type: ignore[assignment]
-    data.base_model = repository(str(meta["target"]["name"]))
+    target = str(meta["target"]["name"])
+    if elsewhere(target):
+        print(f"target {target!r} is a folder of this machine: whoever loads {repo} gives target=, as its card says")
+    data.base_model = repository(target)
     data.pipeline_tag = "text-generation"
     data.eval_results = data.model_name = None
     if points:
@@ -160,6 +163,8 @@ def push(
         validate_repo_id(repo)
     except HFValidationError as error:
         raise ValueError(f"repo={repo!r} can be no repository's name: {error}") from error
+    if "/" not in repo:
+        raise ValueError(f"repo={repo!r} names no owner; give owner/name, by which it is loaded")
     if dry_run is not None:
         if dry_run.exists():
             raise ValueError(f"dry_run={str(dry_run)!r} exists; give a new folder")

@@ -28,6 +28,7 @@ from selfspec.cli.help import config_folder
 from selfspec.cli.run_folders import check_name
 from selfspec.evaluation.points import labelled, rows_of
 from selfspec.evaluation.tables import table
+from selfspec.utils.errors import command_line
 from selfspec.utils.files import Figures, is_main_process, shown, write_text
 
 _empty: set[Path] = set()  # folders that were there before, which are not ours to remove
@@ -69,6 +70,10 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
         try:
             with nullcontext() if sweep else clear_errors():
                 run(config, folder)
+        except KeyboardInterrupt:
+            if (again := _again(run.__name__, settings.sweep.dir if sweep else folder, sweep)) and is_main_process():
+                print(f"it goes on with: {again}", file=sys.stderr)
+            raise
         except Exception as error:
             if not sweep:
                 raise
@@ -86,6 +91,15 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
                     place.rmdir()
 
     return task
+
+
+def _again(name: str, folder: str | Path, sweep: bool) -> str:
+    """The command that goes on with what was interrupted; none where everything would begin anew."""
+    if name not in ("train", "distill", "decode"):
+        return ""
+    place = f"hydra.{'sweep' if sweep else 'run'}.dir="
+    typed = command_line()
+    return typed if name != "decode" or place in typed else f"{typed} {shlex.quote(f'{place}{folder}')}"
 
 
 def _title(config: DictConfig) -> str:

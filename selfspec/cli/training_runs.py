@@ -26,12 +26,12 @@ from selfspec.core.target import Target
 from selfspec.data.records import Records, files_of
 from selfspec.data.server import Server
 from selfspec.data.store import Corpus, stored, tokenize
-from selfspec.drafters.base import Drafter
+from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.registry import build, try_out
 from selfspec.training import shard
 from selfspec.training.check import check, check_training, check_unwritten
 from selfspec.training.distill import distill
-from selfspec.training.draft_loss import needs_layers
+from selfspec.training.draft_loss import needs_layers, try_training
 from selfspec.training.drafter_data import states_of, texts_folder
 from selfspec.training.loop import checkpoint_path
 from selfspec.training.pretrain import check_second_stage, instruct, pretrain
@@ -113,6 +113,8 @@ def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
         raise
     if not kind.__module__.startswith("selfspec."):  # those of this package are tested
         try_out(drafter, target)
+        if isinstance(drafter, Trained) and drafter.trained() and not target.partial:
+            try_training(drafter, target)
     if (name := run.train.init_from) is not None:
         warm_start(drafter, find_drafter(name, target, tokenizer, trust=run.trust_code), name)
     return drafter

@@ -208,7 +208,8 @@ class Target:
     @property
     def exactness(self) -> str:
         """What holds of speculative output in this dtype and engine, as a line for users."""
-        return exactness(f"{self.dtype_name}, {self.engine.name} engine", self.exact)
+        waits = self.engine.waited > 0 and not self.engine.made and not self.engine.varying and not self.recurrent
+        return exactness(f"{self.dtype_name}, {self.engine.name} engine", self.exact, waits)
 
     @property
     def compiled(self) -> int:

@@ -52,8 +52,8 @@ def sample_prompts(
     corpus: Corpus, tokenizer: Tokenizer, count: int, tokens: int, new_tokens: int, limit: int | None = None
 ) -> list[list[int]]:
     """At most `count` prompts for the target to continue by `new_tokens` tokens: what stands before answers of
-    conversations, and stretches of `tokens` tokens of other texts, in the proportion of `share_of_questions`. There are
-    fewer where the corpus holds fewer.
+    conversations, and stretches of `tokens` tokens of other texts, in the proportion of `share_of_questions`, as far as
+    there are such stretches. There are fewer where the corpus holds fewer.
 
     limit: positions of the target; questions that leave no room for an answer are left out. Raises ValueError where
     none is left.
@@ -73,15 +73,15 @@ def sample_prompts(
             f"too few held-out conversations: 0 of {len(starts)} questions leave room for an answer of {new_tokens} "
             "tokens; give more of them, or ask for fewer tokens (train.new_tokens=)"
         )
-    only, many = many == count, min(many, len(fitting))
+    cut = list[list[int]]()
+    if many < count:
+        some = texts[:: max(1, len(texts) // _MANY)].tolist()
+        texts_of = [str(tokenizer.decode(corpus.document(i).tokens[1:])) for i in some]
+        documents = [Document("", ((text, True),)) for text in texts_of]
+        cut = cut_prompts(documents, tokenizer, count - min(many, len(fitting)), tokens, fewer=True)
+    many = min(count - len(cut), len(fitting))  # texts may be too short for their share
     chosen = [int(fitting[(2 * i + 1) * len(fitting) // (2 * many)]) for i in range(many)]
-    questions = [corpus.prompt(int(starts[i]), int(ends[i])).tolist() for i in chosen]
-    if only:
-        return questions
-    some = texts[:: max(1, len(texts) // _MANY)].tolist()
-    texts_of = [str(tokenizer.decode(corpus.document(i).tokens[1:])) for i in some]
-    documents = [Document("", ((text, True),)) for text in texts_of]
-    prompts = questions + cut_prompts(documents, tokenizer, count - many, tokens, fewer=True)
+    prompts = [corpus.prompt(int(starts[i]), int(ends[i])).tolist() for i in chosen] + cut
     if not prompts:
         raise ValueError(
             f"no usable example: 0 of {count} prompts of {tokens} tokens fit into the documents; lower prompt_tokens"

@@ -40,9 +40,9 @@ _TEXT_KEYS = ("prompt", "question", "instruction", "text")
 class Asking:
     """What a measurement asks. questions: an evaluation set (None: "instructions" where the data are Python source and
     the target has a chat template, else "source"); groups: of the questions that are asked (None: all); prompts:
-    questions at most, evenly over the groups; prompt_tokens: length of prompts cut from source; chat: whether questions
-    go through the target's chat template (false: the first turn as plain text); max_new_tokens: of each answer;
-    chat_template_kwargs: of the template, such as enable_thinking."""
+    questions at most, evenly over the groups (each turn of a question is a text); prompt_tokens: length of prompts cut
+    from source; chat: whether questions go through the target's chat template (false: the first turn as plain text);
+    max_new_tokens: of each answer; chat_template_kwargs: of the template, such as enable_thinking."""
 
     questions: str | None = None
     groups: list[str] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import re
 import traceback
@@ -72,10 +73,10 @@ def drafter_class(kind: str, trust: bool = False, away: Path | None = None) -> t
     package = path.partition(".")[0]
     spec = importlib.util.find_spec(package) if _PATH.fullmatch(path) else None
     if spec is None:
-        raise Unknown(
-            f"unknown drafter kind {kind!r}"
-            + (f": there is no package {package!r}; install it, or put its folder on PYTHONPATH" if "." in path else "")
-        )
+        missing = f": there is no package {package!r}; install it, or put its folder on PYTHONPATH"
+        found = kind.isidentifier() and importlib.util.find_spec(kind) is not None
+        more = f": it is a module; give a class in it, as {kind}.Class" if found else ""
+        raise Unknown(f"unknown drafter kind {kind!r}{missing if '.' in path else more}")
     known = {"selfspec", *(re.split("[.:]", entry.value)[0] for entry in offered.values())}
     if not trust and package not in known:
         raise Untrusted(
@@ -110,6 +111,8 @@ def config_class(kind: type[Drafter]) -> type[DrafterConfig]:
         raise ValueError(f"{kind.__qualname__}: an annotation can not be resolved ({error})") from error
     if not (isinstance(config, type) and issubclass(config, DrafterConfig) and is_dataclass(config)):
         raise ValueError(f"{kind.__qualname__}.config must be annotated with a dataclass derived from DrafterConfig")
+    if "__dataclass_fields__" not in vars(config):
+        raise ValueError(f"{config.__qualname__} is no dataclass, so its fields are not saved; put @dataclass above it")
     return config
 
 
@@ -117,15 +120,16 @@ def build(kind: type[Drafter], target: Target, config: DrafterConfig) -> Drafter
     """A drafter on a target. Raises ValueError naming what of the contract it lacks."""
     name = kind.__qualname__
     if lacking := sorted(kind.__abstractmethods__):
-        raise ValueError(f"drafter {name} lacks {' and '.join(lacking)}; selfspec.drafters.base says what they return")
+        raise ValueError(f"drafter {name} lacks {' and '.join(lacking)}; docs/own_drafter.md shows what they return")
     base = "super().__init__(config, depth=...)" if issubclass(kind, Trained) else "super().__init__(config, {})"
     try:
         drafter = kind(target, config)  # type: ignore[arg-type]
-    except (TypeError, AttributeError) as error:
-        if kind.__module__.startswith("selfspec."):
+    except (TypeError, AttributeError, RuntimeError) as error:
+        if kind.__module__.startswith("selfspec.") or isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(
-            f"drafter {name} can not be built ({error}); its __init__ takes (target, config) and begins with {base}"
+            f"drafter {name} can not be built ({error}); its __init__ takes (target, config), of the class that the "
+            f"annotation of config names, and begins with {base}"
         ) from error
     for attribute in ("config", "calibration", *(("depth",) if isinstance(drafter, Trained) else ())):
         if not hasattr(drafter, attribute):
@@ -189,6 +193,17 @@ class _Seen:
         self.inner.observe(accepted)
 
 
+BROKEN = TypeError, AttributeError, AssertionError, RuntimeError, IndexError, KeyError  # of code of other packages
+
+
+def failed(drafter: Drafter, method: str, error: Exception) -> ValueError:
+    """What a method of a drafter of another package raised, with the last of its own lines."""
+    frames, own = traceback.extract_tb(error.__traceback__), inspect.getsourcefile(type(drafter))
+    at = ([frame for frame in frames if frame.filename == own] or frames)[-1]
+    name = type(drafter).__qualname__
+    return ValueError(f"drafter {name}: {method} fails: {error!r:.300}, in {at.filename}, line {at.lineno}")
+
+
 @torch.no_grad()
 def try_out(drafter: Drafter, target: Target) -> None:
     """Draft a few tokens behind two short prompts. Raises ValueError naming what of the contract a proposal breaks,
@@ -200,10 +215,8 @@ def try_out(drafter: Drafter, target: Target) -> None:
         options = Options(5, Sampling(temperature), 1)
         try:
             ids = speculative(target, prompts, options, seen, 8).token_ids
-        except (TypeError, AttributeError, AssertionError, RuntimeError, IndexError, KeyError) as error:
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            why = f"{error!r:.300}, in {at.filename}, line {at.lineno}"
-            raise ValueError(f"drafter {name} fails when it drafts: {why}") from error
+        except BROKEN as error:
+            raise failed(drafter, "propose or observe", error) from error
         exact = target.dtype.itemsize >= 4  # elsewhere near-ties can fall either way
         if exact and ids != autoregressive(target, prompts, options).token_ids:
             raise ValueError(f"drafter {name} changes the output: its tree's start or hidden are not for it to set")

@@ -238,8 +238,8 @@ def audit_report(audit: Audit, tests: list[DistributionTest]) -> str:
         f"Noise between one-token and many-token passes of stock transformers: median {audit.noise_median:.2g}, "
         f"largest {audit.noise:.2g} logits; between them and plain decoding at most {audit.deviation_plain:.2g}, "
         f"between plain and speculative decoding at most {audit.deviation:.2g}. Tokens of plain decoding score at "
-        f"most {audit.missed:.2g} below the best by the stock logits. Any of these, or a margin below, would be a bug "
-        f"beyond {audit.bound:.2g}."
+        f"most {audit.missed:.2g} below the best by the stock logits. A number above {audit.bound:.2g}, in these or in "
+        "the margins below, would be a bug."
     ]
     if audit.divergences:
         columns = ["prompt", "T", "seed", "nodes", "batch", "position", "plain", "speculative", "margin", "explained"]

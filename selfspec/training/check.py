@@ -32,7 +32,7 @@ from selfspec.utils.errors import visible
 
 _FEW = 0.02  # share of tokens that count, below which something is said
 _EXAMPLES = 3
-_SHOWN = 600  # characters of an example
+_SHOWN = 600  # characters of an example, about, and tokens of its longest part
 _BEFORE = 60  # tokens shown before what counts
 _SECONDS = 8.0  # of timing a step
 _QUANTILES = (0.05, 0.5, 0.95, 1.0)
@@ -220,9 +220,10 @@ def examples(corpus: Corpus, tokenizer: Tokenizer, most: int) -> list[str]:
         tokens, mask, text = one.tokens[first:], one.mask[first:], "... " if first else ""
         changes = (mask[1:] != mask[:-1]).nonzero()[:, 0].add(1).tolist()
         for start, stop in zip([0, *changes], [*changes, len(tokens)], strict=True):
+            stop = min(stop, start + _SHOWN)
             part = visible(str(tokenizer.decode(tokens[start:stop])))
             text += f"{begin}{part}{end}" if mask[start] else part
-            if len(text) > _SHOWN:
+            if len(text) > _SHOWN or stop == start + _SHOWN:
                 break
         # Cut through neither a colour nor a line: what is cut off is told.
         more = len(tokens) - stop

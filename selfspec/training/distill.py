@@ -143,7 +143,8 @@ def distill(
     chunks = range(0, config.rows, _CHUNK)
     for first in (bar := progress(chunks[part::parts], desc="self-distillation", disable=quiet)):
         chunk(first)
-        bar.set_postfix(_written(stats))
+        if stats:
+            bar.set_postfix(_written(stats))
     shard.wait()
     every = [chunk(first) for first in chunks]
     tokens, mask, used = (torch.cat([each[name] for each in every]) for name in _FIELDS)

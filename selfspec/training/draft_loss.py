@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
-from selfspec.drafters.base import Batch, Trained, no_reduce
+from selfspec.drafters.base import Batch, Sample, Trained, no_reduce
 from selfspec.drafters.parts.vocabulary import Reduced
+from selfspec.drafters.registry import BROKEN, failed
 from selfspec.training.hidden import HiddenStates
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.states import States, behind_layers, drafted_behind
@@ -109,6 +110,45 @@ def try_states(target: Target, drafter: Trained, loop: LoopConfig) -> None:
         if not target.partial:
             raise
         raise needs_layers(drafter.kind) from error
+
+
+def try_training(drafter: Trained, target: Target) -> None:
+    """Loss and scores of a drafter of another package on two texts. Raises ValueError naming what of the contract they
+    break, before long work starts."""
+    name, size = type(drafter).__qualname__, 4 * (drafter.depth + 4)
+    tokens = torch.randint(target.vocab_size, (2, size), generator=torch.Generator().manual_seed(0)).to(target.device)
+    batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool), "documents": torch.zeros_like(tokens)}
+    try:
+        loss = DraftLoss(drafter, target)(batch)
+    except BROKEN as error:
+        raise failed(drafter, "loss", error) from error
+    pair = isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor) and isinstance(loss[1], dict)
+    if not pair or loss[0].dim() or not loss[0].requires_grad:
+        raise ValueError(
+            f"drafter {name}: loss has to return what `decayed` gives, a scalar with a gradient and a dict of figures, "
+            f"not {_described(loss)}"
+        )
+    at = torch.arange(2, 6)
+    try:
+        with torch.no_grad():
+            out = target.text(tokens[:1], False, reads=drafter.reads)
+            features = {layer: part[0] for layer, part in out.features.items()}
+            scores = drafter.scores(Sample(tokens[0].cpu(), 2, out.hidden[0], features, 0.0, None), at)
+    except BROKEN as error:
+        raise failed(drafter, "scores", error) from error
+    wanted = [drafter.depth, len(at), target.vocab_size]
+    if not isinstance(scores, Tensor) or list(scores.shape) != wanted:
+        raise ValueError(
+            f"drafter {name}: scores has to return logits {wanted} [depth, n, V], not {_described(scores)}"
+        )
+
+
+def _described(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_described, value))})"
+    if not isinstance(value, Tensor):
+        return f"{value!r:.60}"
+    return f"a tensor {list(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
 
 
 def shares(counts: Tensor) -> Callable[[Tensor], Tensor]:

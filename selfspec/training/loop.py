@@ -61,7 +61,7 @@ class Loop:
     validation data; a change is reported. `headline` names the validation figure in the progress bar. With `best`,
     higher is better, and the run ends with the weights of the validation that scored highest. target: hash of the
     weights that stay, which a resumed run has to have. figures: of the last validation; kept: when it was saved last,
-    by the monotonic clock.
+    by the monotonic clock; postfix: what stands beside the progress bar.
     """
 
     accelerator: Accelerator
@@ -80,6 +80,7 @@ class Loop:
     figures: Figures = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
     kept: float = field(default_factory=lambda: time.monotonic())
+    postfix: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config, module = self.config, self.module
@@ -176,10 +177,16 @@ class Loop:
             record["seconds_per_step"] = state.seconds / state.step
             if self.first:
                 self.log.write({"train": record}, state.step)
-            best = {self.headline: shown(self.figures[self.headline], 3)} if self.figures else {}
-            if config.minutes is not None:
-                best["minutes"] = f"{state.seconds / 60:.1f} of {config.minutes:g}"
-            self.bar.set_postfix(loss=f"{record['loss']:.3f}", **best, tokens=f"{tokens / took:.0f}/s")
+            self.postfix |= {"loss": f"{record['loss']:.3f}", "tokens": f"{tokens / took:.0f}/s"}
+            self.show()
+
+    def show(self) -> None:
+        """Put the figures that matter beside the progress bar."""
+        if self.figures:
+            self.postfix[self.headline] = shown(self.figures[self.headline], 3)
+        if self.config.minutes is not None:
+            self.postfix["minutes"] = f"{self.state.seconds / 60:.1f} of {self.config.minutes:g}"
+        self.bar.set_postfix(self.postfix)
 
     def prepared(self) -> None:
         """Have what a step reads from elsewhere, before processes wait for each other. Raises ConnectionError, in all
@@ -225,6 +232,7 @@ class Loop:
             self.state.judge(self.mean(self.figures[self.headline]), self.checkpoint)
         if self.first:
             self.log.write({"validation": self.figures}, self.state.step)
+        self.show()
         return False
 
     def saved(self) -> bool:
@@ -235,6 +243,7 @@ class Loop:
         return self.any(bool(self.signals.caught))
 
     def stop(self) -> None:
+        self.bar.close()  # the command is the last line
         number = signal.Signals(self.signals.caught[0] if self.signals.caught else signal.SIGTERM)
         if self.first:
             where = f"stopped by {number.name} at step {self.state.step}: saved; it goes on from there with"
