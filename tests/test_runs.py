@@ -30,6 +30,7 @@ from selfspec.checkpoints.find import member_names
 from selfspec.cli import origin
 from selfspec.cli.arguments import constant, flags_first, paths_quoted, taken
 from selfspec.cli.config import _folder_name
+from selfspec.cli.launch import _again
 from selfspec.cli.run_folders import run_folder
 from selfspec.cli.run_folders import typed as typed_config
 from selfspec.cli.training_runs import run_training
@@ -644,3 +645,12 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch):
     monkeypatch.setattr(Path, "expanduser", none)
     monkeypatch.setenv("SELFSPEC_CACHE", "~nobody/x")
     refused("SELFSPEC_CACHE=~nobody/x: Could not determine", cache_folder)
+
+
+def test_an_interrupted_command_says_how_it_goes_on(monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "bin/selfspec", "decode", "drafter=runs/a b"])
+    typed = "selfspec decode 'drafter=runs/a b'"
+    assert _again("decode", "runs/decode/d", False) == f"{typed} hydra.run.dir=runs/decode/d"
+    assert _again("decode", "runs/decode/d", True) == f"{typed} hydra.sweep.dir=runs/decode/d"
+    assert _again("train", "runs/a", False) == typed  # its folder has a name
+    assert _again("audit", "runs/audit/d", False) == ""

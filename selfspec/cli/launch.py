@@ -69,11 +69,13 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
             failed.unlink()
         try:
             with nullcontext() if sweep else clear_errors():
-                run(config, folder)
-        except KeyboardInterrupt:
-            if (again := _again(run.__name__, settings.sweep.dir if sweep else folder, sweep)) and is_main_process():
-                print(f"it goes on with: {again}", file=sys.stderr)
-            raise
+                try:
+                    run(config, folder)
+                except KeyboardInterrupt:
+                    again = _again(run.__name__, settings.sweep.dir if sweep else folder, sweep)
+                    if again and is_main_process():
+                        print(f"\nto go on: {again}", file=sys.stderr)
+                    raise
         except Exception as error:
             if not sweep:
                 raise
