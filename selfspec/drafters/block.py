@@ -204,9 +204,8 @@ class BlockDrafter(Reduced):
     def along(self, tokens: Tensor, anchors: Tensor, stacked: Tensor, documents: Tensor | None = None) -> Rows:
         """What blocks forecast whose roots are at positions `anchors`, int64 [B, A], of whole texts, tokens int64
         [B, S], features [B, S, F*H]; not corrected: [B, A, depth, ...]. documents: int64 [B, S], see `Batch`."""
-        size, stack = self.config.size, self.stack.trained_stack
+        size, stack, device = self.config.size, self.stack.trained_stack, stacked.device
         rows, count, length = *anchors.shape, tokens.shape[1]
-        device = stacked.device
         order = torch.arange(length, device=device)
         read = order.expand(rows, -1) if documents is None else restarting(documents)
         cache = TextCache(self.stack.count, kept=True)

@@ -216,8 +216,7 @@ class SequentialHeads(Reduced):
         return logits
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens = batch.tokens
-        n = tokens.shape[1] - 1 - self.depth  # positions from which every head has a target
+        tokens, n = batch.tokens, batch.tokens.shape[1] - 1 - self.depth  # n: positions from which all heads have one
         hidden = self.read(tokens, batch.hidden, batch.features, batch.documents)
         paths = self.embed(tokens[:, 1:].unfold(1, self.depth, 1)[:, :n].flatten(0, 1))
         forget = random_rows(batch, n).flatten() < _FORGET
