@@ -103,7 +103,9 @@ def config_warnings(
         yield f"only {share:.1%} of the training tokens count in the loss (what the assistant says); see --check"
     if prompts < config.prompts:
         yield f"train.prompts={config.prompts}, but the validation text has {prompts}, which are used"
-    highest = max(map(loop.lr_factor, range(loop.steps)))
+    up, down = max(1, loop.warmup), max(1.0, loop.decay * loop.steps)
+    meet = int((loop.steps * up - down) / (up + down))  # the last step before what falls is below what rises
+    highest = max(loop.lr_factor(min(max(step, 0), loop.steps - 1)) for step in (meet, meet + 1))
     if loop.warmup >= loop.steps:
         yield (
             f"loop.warmup={loop.warmup} reaches beyond loop.steps={loop.steps}: the learning rate gets to "
