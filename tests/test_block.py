@@ -248,6 +248,9 @@ def test_an_export_is_held_to_a_reading_of_its_own(form, tmp_path):
         ({"markov_rank": 2**20}, "a markov_rank of 1048576 can not lie in its file"),
         ({"num_attention_heads": "2"}, "config.json: num_attention_heads='2' must be a whole number above 0"),
         ({"draft_vocab_size": 900}, "draft_vocab_size=900 must lie between 1 and 61"),
+        ({"num_target_layers": 36}, "num_target_layers=36 can not be read here, 4 can"),
+        ({"mask_embedding": "other.pt"}, "mask_embedding='other.pt' can not be read here"),
+        ({"confidence_head_with_markov": "true"}, "confidence_head_with_markov='true' must be true or false"),
     ],
 )
 def test_folders_that_do_not_fit_are_refused(change, message, tmp_path):

@@ -17,6 +17,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.hybrid import Hybrid
 from selfspec.training.draft_loss import DraftLoss
+from selfspec.training.synthetic import Synthetic, synthetic
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
 
@@ -136,6 +137,10 @@ def test_what_can_not_draft_for_chains_is_refused_by_name(capsys):
     block = made("block", target := served(tiny("bloom")), size=3, stack=1)
     plain = autoregressive(target, PROMPTS, Options(12)).token_ids
     assert speculative(target, PROMPTS, Options(12), block.eval(), 5).token_ids == plain
+    for kind in ("mask", "early_exit", "feature", "sequential"):
+        refused("it is served by chains, without drafters that run parts", made, kind, target)
+    assert made("sequential", target, prefix=False)
+    refused("data=synthetic writes by trees, and BloomFor", synthetic, Synthetic(), target, None)
     target = served(tiny("modernbert-decoder"))
     with pytest.raises(ValueError, match=r"gives states of \d+ numbers, not of 32; trained drafters can not read them"):
         speculative(target, PROMPTS, Options(4), made("medusa", target, heads=2, rank=2).eval(), 5)

@@ -156,7 +156,10 @@ class ChainTarget(Target):
 
     def part(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises ValueError."""
-        raise ValueError(f"{self.why}; it is served by chains, without drafters that run parts of the target")
+        raise ValueError(
+            f"{self.why}; it is served by chains, without drafters that run parts of the target: take drafter=medusa, "
+            "eagle3, block, prompt_lookup, or sequential with drafter.prefix=false"
+        )
 
     def run(
         self, tokens: list[int], start: int, state: Any, reads: tuple[int, ...] = ()

@@ -90,6 +90,7 @@ class Mask(Reduced):
 
     def __init__(self, target: Target, config: MaskConfig) -> None:
         super().__init__(target, config, config.masks, config.draft_vocab)
+        target.part(0, target.n_layers)  # refused here where the target has no parts
         dtype = training_dtype(target.dtype)
         rank = None if config.adapter == "vectors" else config.rank
         self.gated = GatedTarget(target, config.masks, rank, config.maps, dtype, "mask")

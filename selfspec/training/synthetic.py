@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
+from selfspec.core.chains import ChainTarget
 from selfspec.core.options import end_tokens, integer
 from selfspec.core.quantized import has_kernel, quantize
 from selfspec.core.support import view
@@ -109,6 +110,8 @@ def synthetic(config: Synthetic, target: Target, tokenizer: Tokenizer) -> tuple[
     They are kept on disk, so that an interrupted call goes on where it stopped, and a later one reads them. Each
     process writes files of its own, and then waits for the others. Raises ValueError where no conversation is usable.
     """
+    if isinstance(target, ChainTarget):
+        raise ValueError(f"data=synthetic writes by trees, and {target.why}; take data=jsonl, text or python_source")
     (part, processes), quiet = shard.share(), not is_main_process()
     template = Template.of(ChatTemplate(tokenizer, end_tokens(target), config.chat_template_kwargs))
     _check_positions(config, target, _longest(config, template, _ids(config, tokenizer)))

@@ -15,6 +15,7 @@ from torch import Tensor
 from selfspec.checkpoints.formats.files import (
     check_held,
     check_plain,
+    check_read,
     fill,
     number,
     read_config,
@@ -37,6 +38,7 @@ _IDS, _STATES = "target_layer_ids", "aux_hidden_state_layer_ids"
 _MARKOV = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 _JOINT = {"vanilla": (), "gated": ("markov_head.gate_proj",), "rnn": ("markov_head.joint_proj",)}
 _SURE = "confidence_head.proj.weight", "confidence_head.proj.bias"
+_CAUSAL = "causal", "is_causal", "use_swa", "sliding_window_non_causal"
 
 
 def kind_of(config: Figures) -> str | None:
@@ -107,6 +109,8 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     check_held(rank * (target.vocab_size + few), tensors, f"a markov_rank of {rank}", folder)
     ids = vocabulary(tensors, few, target, path)
     _drop_copies(tensors, target, ids, path)
+    if config.get("enable_confidence_head") is False:  # as engines read it
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in _SURE}
     if _SURE[0] in tensors:
         tensors.setdefault(_SURE[1], torch.zeros(1))
     with_markov = bool(config.get("confidence_head_with_markov", "speculators_model_type" in config))
@@ -142,13 +146,11 @@ def _refuse(config: Figures, target: Target, folder: Path) -> None:
         raise ValueError(f"{where}: {_IDS}={ids!r} must list layers of the target, 0 to {target.n_layers - 1}")
     if sorted(set(ids)) != ids:
         raise ValueError(f"{where}: {_IDS}={ids} must ascend")
-    for name in ("causal", "is_causal", "sample_from_anchor", "use_swa", "sliding_window_non_causal"):
+    for name in (*_CAUSAL, "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov"):
         if not isinstance(config.get(name) or False, bool):
             raise ValueError(f"{where}: {name}={config[name]!r} must be true or false")
     plain = {"hidden_act": "silu", "attention_value_scale": None, "projector_type": "dflash"}
-    for name, readable in plain.items():
-        if config.get(name) not in (None, readable):
-            raise ValueError(f"{where}: {name}={config[name]!r} can not be read")
+    check_read(config, {**plain, "mask_embedding": MASK_FILE, "num_target_layers": target.n_layers}, folder)
     form = config.get("markov_head_type", "vanilla")
     if config.get("markov_rank") and form not in markov.FORMS:
         raise ValueError(f"{where}: markov_head_type={form!r} must be one of {', '.join(markov.FORMS)}")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from selfspec.checkpoints.formats.files import (
+    check_read,
     fill,
     read_config,
     read_weights,
@@ -131,7 +132,8 @@ def flat(config: Figures) -> Figures:
         raise ValueError(
             f"speculators_model_type={kind!r}: only eagle3 and peagle with a transformer_layer_config can be read"
         )
-    outer = {name: config[name] for name in (*FLAGS, *_MASK_TOKENS, IDS, "draft_vocab_size") if name in config}
+    keys = (*FLAGS, *_MASK_TOKENS, IDS, "draft_vocab_size", "target_hidden_size")
+    outer = {name: config[name] for name in keys if name in config}
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     usual = {"norm_before_residual": kind == "eagle3", DEPTH: methods[0].get(DEPTH)}
     return {**dict.fromkeys(FLAGS, False), **usual, **inner, **outer}
@@ -183,6 +185,8 @@ def read(folder: Path, target: Target) -> Eagle3:
     _check_values(config, folder)
     few = settle(config, tensors, target, folder)
     layers = layers_read(config, target.n_layers, folder)
+    fixed = {"num_aux_hidden_states": len(layers), "target_hidden_size": target.hidden_size, "logit_scale": 1}
+    check_read(config, fixed, folder)
     theirs = target.model.get_input_embeddings().weight
     if EMBEDDINGS in tensors and torch.equal(tensors[EMBEDDINGS].to(theirs), theirs):
         del tensors[EMBEDDINGS]  # a copy

@@ -169,6 +169,14 @@ def number(config: Figures, name: str, folder: Path, file: str = "config.json") 
     return value
 
 
+def check_read(config: Figures, readable: Figures, folder: Path, file: str = "config.json") -> None:
+    """Raises ValueError for a value that is neither left out nor null, nor the one that can be read."""
+    for name, value in readable.items():
+        if (given := config.get(name)) is not None and (type(given) is bool or given != value):
+            can = "" if value is None else f" here, {value!r} can"
+            raise ValueError(f"{folder}/{file}: {name}={given!r:.60} can not be read{can}")
+
+
 def check_held(numbers: int, tensors: Mapping[str, Tensor], what: str, folder: Path, file: str = "config.json") -> None:
     """Raises ValueError for more numbers than a file holds, before memory is taken for them."""
     if numbers > max(_BUILT, sum(tensor.numel() for tensor in tensors.values())):

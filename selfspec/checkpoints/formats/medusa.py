@@ -9,7 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import check_held, fill, number, read_config, read_tensors, renamed, write_files
+from selfspec.checkpoints.formats.files import (
+    check_held,
+    check_read,
+    fill,
+    number,
+    read_config,
+    read_tensors,
+    renamed,
+    write_files,
+)
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 
@@ -89,15 +98,16 @@ def read(folder: Path, target: Target) -> Medusa:
         where, heads = f"{folder}/config.json: {key} is {heads}", len(held)
         print(f"{where}, the file holds {heads} heads, which are read", file=sys.stderr)
     layers = number(config, "medusa_num_layers" if "medusa_num_layers" in config else "num_hidden_layers", folder)
+    if config.get("medusa_fc_bias") is False:  # as vLLM reads it
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".bias")}
     biased = any(name.endswith(".bias") for name in tensors)
-    for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}.items():
-        if config.get(name) not in (None, wanted):
-            raise ValueError(f"{folder}/config.json: {name} is {config[name]!r:.40}, the target's is {wanted}")
+    check_read(config, {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}, folder)
     if config.get("truncated_vocab_size") not in (None, target.vocab_size):
         few = config["truncated_vocab_size"]
         raise ValueError(f"{folder}: truncated_vocab_size={few}: heads need all {target.vocab_size} tokens")
-    if not isinstance(config.get("original_lm_head") or False, bool):
-        raise ValueError(f"{folder}/config.json: original_lm_head={config['original_lm_head']!r} must be true or false")
+    for name in ("original_lm_head", "medusa_fc_bias"):
+        if not isinstance(config.get(name) or False, bool):
+            raise ValueError(f"{folder}/config.json: {name}={config[name]!r} must be true or false")
     whole = tensors.pop("lm_head.weight", None) if config.get("original_lm_head") else None  # one for all heads
     if whole is not None and not torch.equal(whole.to(target.lm_head.weight), target.lm_head.weight):
         tensors |= {f"lm_heads.{i}.weight": whole for i in range(heads)}

@@ -200,6 +200,7 @@ class Tail(Block):
         form: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        target.part(target.n_layers, target.n_layers)  # refused here where the target has no parts
         self.layer, self.adapter, self.dtype, self.full = target.n_layers - 1, adapter, target.dtype, full
         if getattr(target.model.config.get_text_config(), "num_kv_shared_layers", 0):
             raise ValueError(f"{type(target.model).__name__} shares keys between layers: its last can not stand alone")
