@@ -119,7 +119,8 @@ def try_training(drafter: Trained, target: Target) -> None:
     tokens = torch.randint(target.vocab_size, (2, size), generator=torch.Generator().manual_seed(0)).to(target.device)
     batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool), "documents": torch.zeros_like(tokens)}
     try:
-        loss = DraftLoss(drafter, target)(batch)
+        with torch.random.fork_rng():  # what is drawn later stays what it was
+            loss = DraftLoss(drafter, target)(batch)
     except BROKEN as error:
         raise failed(drafter, "loss", error) from error
     pair = isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor) and isinstance(loss[1], dict)
@@ -128,14 +129,15 @@ def try_training(drafter: Trained, target: Target) -> None:
             f"drafter {name}: loss has to return what `decayed` gives, a scalar with a gradient and a dict of figures, "
             f"not {_described(loss)}"
         )
-    at = torch.arange(2, 6)
+    at, was = torch.arange(2, 6), drafter.training
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng():
             out = target.text(tokens[:1], False, reads=drafter.reads)
             features = {layer: part[0] for layer, part in out.features.items()}
-            scores = drafter.scores(Sample(tokens[0].cpu(), 2, out.hidden[0], features, 0.0, None), at)
+            scores = drafter.eval().scores(Sample(tokens[0].cpu(), 2, out.hidden[0], features, 0.0, None), at)
     except BROKEN as error:
         raise failed(drafter, "scores", error) from error
+    drafter.train(was)
     wanted = [drafter.depth, len(at), target.vocab_size]
     if not isinstance(scores, Tensor) or list(scores.shape) != wanted:
         raise ValueError(
