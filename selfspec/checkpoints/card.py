@@ -25,7 +25,7 @@ def repository(name: str) -> str | None:
     return name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
 
 
-def elsewhere(name: str) -> bool:
+def is_path(name: str) -> bool:
     """Whether a target is named by a path, which means nothing to others."""
     return Path(name).is_absolute() or name.startswith("../")
 
@@ -37,8 +37,8 @@ def card(meta: Figures, note: str) -> str:
     )
     name, kind = str(meta["target"]["name"]), in_markdown(meta["kind"])
     base = "" if repository(name) is None else f"base_model: {name}\n"
-    target = in_markdown(Path(name).name if elsewhere(name) else name)
-    given = f', target="path/to/{target}"' if elsewhere(name) else ""
+    target = in_markdown(Path(name).name if is_path(name) else name)
+    given = f', target="path/to/{target}"' if is_path(name) else ""
     return f"""---
 library_name: selfspec
 {base}tags: [speculative-decoding, {json.dumps(meta["kind"])}]

@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapsho
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from selfspec.checkpoints.card import PLACE, elsewhere, in_markdown, repository
+from selfspec.checkpoints.card import PLACE, in_markdown, is_path, repository
 from selfspec.checkpoints.drafter_folder import check_files, read_meta
 from selfspec.utils.files import Figures, atomic, read_json
 
@@ -90,7 +90,7 @@ def prepare(source: Path, folder: Path, repo: str, points: Sequence[Figures] = (
     card.text = card.text.split(_MEASURED)[0].rstrip().replace(PLACE, repo) + "\n"
     data: ModelCardData = card.data  # type: ignore[assignment]
     target = str(meta["target"]["name"])
-    if elsewhere(target):
+    if is_path(target):
         print(f"target {target!r} is a folder of this machine: whoever loads {repo} gives target=, as its card says")
     data.base_model = repository(target)
     data.pipeline_tag = "text-generation"

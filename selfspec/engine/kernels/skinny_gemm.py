@@ -17,7 +17,7 @@ from torch import Tensor
 from selfspec.engine.kernels.native import binding, in_place
 from selfspec.engine.kernels.weights import laid_out
 
-MOST = 4096  # queries of each head: those of 16 prompts in one pass
+MOST = 4096  # rows of a compiled product, and queries of each head: those of 16 prompts in one pass
 _NEAR, _ROWS = 1 << 18, 64  # numbers of the left side that stay near, and rows that a block has a multiple of
 STEP = 32  # rows of weights, and heads, must be multiples of it
 SLOTS = 16  # the number of slots must be a multiple of it
