@@ -111,7 +111,7 @@ def config_class(kind: type[Drafter]) -> type[DrafterConfig]:
         raise ValueError(f"{kind.__qualname__}: an annotation can not be resolved ({error})") from error
     if not (isinstance(config, type) and issubclass(config, DrafterConfig) and is_dataclass(config)):
         raise ValueError(f"{kind.__qualname__}.config must be annotated with a dataclass derived from DrafterConfig")
-    if vars(config).get("__annotations__") and "__dataclass_fields__" not in vars(config):
+    if inspect.get_annotations(config) and "__dataclass_fields__" not in vars(config):
         raise ValueError(f"{config.__qualname__} is no dataclass, so its fields are not saved; put @dataclass above it")
     return config
 
