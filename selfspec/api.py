@@ -89,9 +89,9 @@ class Spec:
         forecast: Forecast | None = None,
         tracer: Tracer | None = None,
     ) -> Generated:
-        self._learned.spent(result.stats)
+        self._learned.add_call(result.stats)
         if forecast is not None:
-            self._learned.hold(result.stats, len(result.token_ids), options.sampling.temperature > 0)
+            self._learned.drop_stale_costs(result.stats, len(result.token_ids), options.sampling.temperature > 0)
         parts = result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed
         trace = None if tracer is None else tracer.trace(result.stats)
         reasons = ["stop" if stopped else "length" for stopped in result.stopped]
@@ -203,7 +203,7 @@ class Spec:
                 streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
-        self._learned.spent(result.stats)
+        self._learned.add_call(result.stats)
         return returned(input_ids, result, config)
 
     def _asked(
@@ -234,7 +234,7 @@ class Spec:
                     if piece := text.add(step[0][1]):
                         yield piece
         finally:  # also of one that nobody reads to its end
-            self._learned.spent(stats)
+            self._learned.add_call(stats)
         if piece := text.rest():
             yield piece
 

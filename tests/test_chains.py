@@ -140,7 +140,7 @@ def test_what_can_not_draft_for_chains_is_refused_by_name(capsys):
     for kind in ("mask", "early_exit", "feature", "sequential"):
         refused("it is served by chains, without drafters that run parts", made, kind, target)
     assert made("sequential", target, prefix=False)
-    refused("data=synthetic writes by trees, and BloomFor", synthetic, Synthetic(), target, None)
+    refused("data=synthetic writes text with draft trees, but BloomFor", synthetic, Synthetic(), target, None)
     target = served(tiny("modernbert-decoder"))
     with pytest.raises(ValueError, match=r"gives states of \d+ numbers, not of 32; trained drafters can not read them"):
         speculative(target, PROMPTS, Options(4), made("medusa", target, heads=2, rank=2).eval(), 5)

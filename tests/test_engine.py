@@ -577,6 +577,8 @@ def test_a_text_that_began_before_its_passes_were_compiled_is_exact_up_to_roundi
     target = Target(tiny_model(dtype=torch.bfloat16), engine=Engine("eager", quiet=True, later=1e9))
     assert autoregressive(target, [[5, 6, 7]], Options(4)).stats.exact == ROUNDED
     assert target.exact == ROUNDED
+    kernels = not target.engine.varying  # where there are any, it is compiling alone that is waited for
+    assert ("until passes are compiled (engine=eager: by construction)" in target.exactness) == kernels
     target.engine.made.append(("tree_pass_alone", 1.0, "compiled"))
     target.engine.varying.clear()
     assert target.exact == EXACT

@@ -125,6 +125,7 @@ def test_a_dry_run_writes_what_would_be_uploaded(heads_folder, tmp_path):
     assert (out / "drafter.json").read_bytes() == (heads_folder / "drafter.json").read_bytes()
     text = (out / "README.md").read_text()
     assert "model-index" in text
+    assert f'selfspec.load("user/heads", target="path/to/{Path(spec.target.name).name}")' in text  # a folder of here
     assert "| 0.7 | 8 | 2.3" in text
     assert spec.autoregressive(PROMPT, 8).token_ids == selfspec.load(str(out)).generate(PROMPT, 8).token_ids
     refused("exists; give a new folder", spec.push_to_hub, "user/heads", dry_run=out)
@@ -133,6 +134,7 @@ def test_a_dry_run_writes_what_would_be_uploaded(heads_folder, tmp_path):
 def test_what_can_not_be_uploaded(heads_folder, tiny_folder, tmp_path):
     spec = selfspec.load(str(heads_folder))
     refused("can be no repository's name", spec.push_to_hub, "a/b/c", dry_run=tmp_path / "a")
+    refused("repo='mine' names no owner", spec.push_to_hub, "mine", dry_run=tmp_path / "a")
     with pytest.raises(ValueError, match="was measured with drafter='elsewhere'"):
         spec.push_to_hub("a/b", result(tmp_path / "other", Path("elsewhere")), dry_run=tmp_path / "a")
     refused(r"no summary.json", spec.push_to_hub, "a/b", heads_folder, dry_run=tmp_path / "a", error=FileNotFoundError)

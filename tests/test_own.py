@@ -24,6 +24,7 @@ from selfspec.drafters.registry import Untrusted, build, config_class, drafter_c
 from selfspec.evaluation.points import read_points, rows_of
 from selfspec.evaluation.tables import table
 from selfspec.training.draft_loss import try_training
+from selfspec.training.loop_config import LoopConfig
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_drafter.md").read_text(), re.DOTALL)
@@ -216,7 +217,6 @@ BROKEN = {  # message: what of the drafter of docs/own_drafter.md is replaced by
         "        return torch.stack([self(sample.tokens.to(self.read.device)[at + 1 + d]) for d in range(self.depth)])",
         "        return self(sample.tokens[at + 1])",
     ),
-    "normal_kernel_cpu": ('"dtype": training_dtype(target.dtype)', '"dtype": torch.int64'),
     "can not be built": ("    def __init__(self, target, config):", "    def __init__(self, target):"),
     "can not be imported": ("import torch\n", "import torch\nraise KeyError('boom')\n"),
     "must be annotated with a dataclass": ("    config: BigramConfig\n", "    config: int\n"),
@@ -236,7 +236,7 @@ def test_what_the_contract_lacks_is_told_when_it_is_built(package, message, tiny
         kind = drafter_class(f"ownpkg.{name}.Bigram", trust=True)
         drafter = build(kind, target, config_class(kind)())
         try_out(drafter, target)
-        try_training(drafter, target)
+        try_training(drafter, target, LoopConfig())
     if "fails: " in message:
         assert re.search(r", in \S+\.py, line \d+$", str(error.value))
 
@@ -259,3 +259,14 @@ def test_the_fields_that_the_docs_list_are_there():
         listed = set(re.findall(r"`(\w+)(?:\(\w+\))?`", row.split("|")[2])) - {"reads", "at"}
         assert len(listed) > 4
         assert listed <= {field.name for field in fields(kind)} | set(vars(kind)), kind
+
+
+def test_a_loss_on_hidden_states_is_tried_as_a_training_runs_it(package, tiny_folder):
+    """Weights of float32 beside a target of bfloat16 multiply under autocast."""
+    reads = "        nn.functional.linear(batch.hidden, torch.zeros(4, batch.hidden.shape[-1]))\n"
+    (package / "hidden.py").write_text(BIGRAM.replace("        losses = ", f"{reads}        losses = ", 1))
+    importlib.invalidate_caches()
+    target, kind = load_target(tiny_folder, dtype="bfloat16")[0], drafter_class("ownpkg.hidden.Bigram", trust=True)
+    drafter = build(kind, target, config_class(kind)())
+    try_training(drafter, target, LoopConfig(precision="bf16"))
+    refused("loss fails: RuntimeError", try_training, drafter, target, LoopConfig(precision="no"))

@@ -161,6 +161,9 @@ def test_prompts_of_conversations_leave_room_and_are_different(chatty):
     text = Document("t", (("x = 1\n" * 400, True),))
     mixed = sample_prompts(tokenize([*talks[:3], text], chatty), chatty, 3, 16, 8)
     assert sum(len(p) == 16 for p in mixed) == 3  # three questions against some 60 rows of text
+    short = [Document(f"{i}", (("x = 1\n", True),)) for i in range(99)]
+    filled = sample_prompts(tokenize([*talks[:3], *short], chatty), chatty, 3, 16, 8)
+    assert sorted(filled) == sorted(found)  # texts are too short for their share
 
 
 def test_distillation_answers_questions(chatty, held_out, tmp_path):

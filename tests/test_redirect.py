@@ -50,8 +50,8 @@ def test_attention_is_torchs(heads, shared, nodes, rows, masks):
 
 @here
 def test_linear_maps_are_torchs(monkeypatch):
-    monkeypatch.setattr(skinny_gemm, "_ROWS", 8)
-    monkeypatch.setattr(skinny_gemm, "_NEAR", 64)
+    monkeypatch.setattr(skinny_gemm, "_BLOCK_ROWS", 8)
+    monkeypatch.setattr(skinny_gemm, "_BLOCK_NUMBERS", 64)
     x, weight, bias = random(3, 7, 64), random(40, 64), random(40)
     with Redirected() as mode, torch.inference_mode():
         found, none = F.linear(input=x, weight=weight, bias=bias), F.linear(x[:0], weight)

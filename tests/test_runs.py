@@ -654,3 +654,5 @@ def test_an_interrupted_command_says_how_it_goes_on(monkeypatch):
     assert _again("decode", "runs/decode/d", True) == f"{typed} hydra.sweep.dir=runs/decode/d"
     assert _again("train", "runs/a", False) == typed  # its folder has a name
     assert _again("audit", "runs/audit/d", False) == ""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert _again("train", "runs/a", False) == ""  # what launched the processes is not known

@@ -22,7 +22,7 @@ class Learned:
         self.past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
         self.decoded, self.due = 0.0, SECONDS
 
-    def budget(self, drafter: Drafts, rows: int, sampled: bool, limit: int) -> tuple[Drafts, int, Forecast]:
+    def budget(self, drafter: Drafts, rows: int, sampled: bool, max_new_tokens: int) -> tuple[Drafts, int, Forecast]:
         """Who drafts in a call of so many rows and new tokens, with how many nodes at most, and what it expects. Before
         costs are known, small trees; they are measured once calls have taken as long as that takes."""
         if (sampled, rows) not in self.past:
@@ -36,13 +36,13 @@ class Learned:
                 return small
             self.past[sampled, rows] = costs, Experience()
         (costs, past), forecast = self.past[sampled, rows], Forecast()
-        return Auto(drafter, costs, past, forecast, limit), LARGEST, forecast
+        return Auto(drafter, costs, past, forecast, max_new_tokens), LARGEST, forecast
 
-    def spent(self, stats: Stats) -> None:
+    def add_call(self, stats: Stats) -> None:
         """A call is over."""
         self.decoded += 0 if stats.compiled else stats.seconds
 
-    def hold(self, stats: Stats, rows: int, sampled: bool) -> None:
+    def drop_stale_costs(self, stats: Stats, rows: int, sampled: bool) -> None:
         """Drop measured costs that the passes of a call are far below. A machine that is busy throughout makes all
         costs too high by the same factor, so that the costs alone look plausible."""
         if (sampled, rows) not in self.past or stats.compiled or stats.calls < _PASSES:

@@ -38,7 +38,7 @@ def card(meta: Figures, note: str) -> str:
     name, kind = str(meta["target"]["name"]), in_markdown(meta["kind"])
     base = "" if repository(name) is None else f"base_model: {name}\n"
     target = in_markdown(Path(name).name if is_path(name) else name)
-    given = f', target="path/to/{target}"' if is_path(name) else ""
+    target_argument = f', target="path/to/{target}"' if is_path(name) else ""
     return f"""---
 library_name: selfspec
 {base}tags: [speculative-decoding, {json.dumps(meta["kind"])}]
@@ -51,7 +51,7 @@ many passes the target takes. {STORY}
 ```python
 import selfspec
 
-spec = selfspec.load("{PLACE}"{given})
+spec = selfspec.load("{PLACE}"{target_argument})
 ```
 
 {config}

@@ -91,7 +91,7 @@ def _no_drafter(name: str) -> FileNotFoundError:
     if (place / "config.json").is_file():
         return FileNotFoundError(f"no drafter at {name!r}: it holds a model; give target={name}, and a drafter for it")
     runs = sorted(str(path.parents[1]) for path in place.glob("*/drafter/drafter.json"))
-    lacks = f"the folder holds {'runs: give one, as ' + runs[0] if runs else 'none'}"
+    lacks = f"the folder holds {'runs: give one, as ' + runs[0] if runs else 'no drafter'}"
     lacks = lacks if place.is_dir() else "there is no such folder"
     return FileNotFoundError(
         f"no drafter at {name!r}{did_you_mean(name, (*DRAFTERS, *UNTRAINED))}: {lacks}; give a folder with "

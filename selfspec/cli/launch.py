@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shlex
 import sys
 import traceback
@@ -28,7 +29,7 @@ from selfspec.cli.help import config_folder
 from selfspec.cli.run_folders import check_name
 from selfspec.evaluation.points import labelled, rows_of
 from selfspec.evaluation.tables import table
-from selfspec.utils.errors import command_line
+from selfspec.utils.errors import UNKNOWN, command_line
 from selfspec.utils.files import Figures, is_main_process, shown, write_text
 
 _empty: set[Path] = set()  # folders that were there before, which are not ours to remove
@@ -73,7 +74,7 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
                     run(config, folder)
                 except KeyboardInterrupt:
                     again = _again(run.__name__, settings.sweep.dir if sweep else folder, sweep)
-                    if again and is_main_process():
+                    if again and is_main_process() and not config.get("check"):
                         print(f"\nto go on: {again}", file=sys.stderr)
                     raise
         except Exception as error:
@@ -97,10 +98,10 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
 
 def _again(name: str, folder: str | Path, sweep: bool) -> str:
     """The command that goes on with what was interrupted; none where everything would begin anew."""
-    if name not in ("train", "distill", "decode"):
+    typed = command_line(int(os.environ.get("WORLD_SIZE", "1")))
+    if name not in ("train", "distill", "decode") or typed == UNKNOWN:
         return ""
     place = f"hydra.{'sweep' if sweep else 'run'}.dir="
-    typed = command_line()
     return typed if name != "decode" or place in typed else f"{typed} {shlex.quote(f'{place}{folder}')}"
 
 

@@ -114,7 +114,7 @@ def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
     if not kind.__module__.startswith("selfspec."):  # those of this package are tested
         try_out(drafter, target)
         if isinstance(drafter, Trained) and drafter.trained() and not target.partial:
-            try_training(drafter, target)
+            try_training(drafter, target, run.loop)
     if (name := run.train.init_from) is not None:
         warm_start(drafter, find_drafter(name, target, tokenizer, trust=run.trust_code), name)
     return drafter

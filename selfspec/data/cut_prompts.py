@@ -77,8 +77,9 @@ def sample_prompts(
     if many < count:
         some = texts[:: max(1, len(texts) // _MANY)].tolist()
         texts_of = [str(tokenizer.decode(corpus.document(i).tokens[1:])) for i in some]
-        documents = [Document("", ((text, True),)) for text in texts_of]
-        cut = cut_prompts(documents, tokenizer, count - min(many, len(fitting)), tokens, fewer=True)
+        documents = [Document("", ((text, True),)) for text in texts_of if text]
+        if documents:
+            cut = cut_prompts(documents, tokenizer, count - min(many, len(fitting)), tokens, fewer=True)
     many = min(count - len(cut), len(fitting))  # texts may be too short for their share
     chosen = [int(fitting[(2 * i + 1) * len(fitting) // (2 * many)]) for i in range(many)]
     prompts = [corpus.prompt(int(starts[i]), int(ends[i])).tolist() for i in chosen] + cut

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import traceback
 import typing
+from contextlib import suppress
 from dataclasses import is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -74,8 +75,8 @@ def drafter_class(kind: str, trust: bool = False, away: Path | None = None) -> t
     spec = importlib.util.find_spec(package) if _PATH.fullmatch(path) else None
     if spec is None:
         missing = f": there is no package {package!r}; install it, or put its folder on PYTHONPATH"
-        found = kind.isidentifier() and importlib.util.find_spec(kind) is not None
-        more = f": it is a module; give a class in it, as {kind}.Class" if found else ""
+        is_module = kind.isidentifier() and importlib.util.find_spec(kind) is not None
+        more = f": it is a module; give a class in it, as {kind}.Class" if is_module else ""
         raise Unknown(f"unknown drafter kind {kind!r}{missing if '.' in path else more}")
     known = {"selfspec", *(re.split("[.:]", entry.value)[0] for entry in offered.values())}
     if not trust and package not in known:
@@ -124,12 +125,12 @@ def build(kind: type[Drafter], target: Target, config: DrafterConfig) -> Drafter
     base = "super().__init__(config, depth=...)" if issubclass(kind, Trained) else "super().__init__(config, {})"
     try:
         drafter = kind(target, config)  # type: ignore[arg-type]
-    except (TypeError, AttributeError, RuntimeError) as error:
-        if kind.__module__.startswith("selfspec.") or isinstance(error, torch.OutOfMemoryError):
+    except (TypeError, AttributeError) as error:
+        if kind.__module__.startswith("selfspec."):
             raise
         raise ValueError(
-            f"drafter {name} can not be built ({error}); its __init__ takes (target, config), of the class that the "
-            f"annotation of config names, and begins with {base}"
+            f"drafter {name} can not be built ({error}); its __init__ takes (target, config), begins with {base}, and "
+            "config is of the class that the annotation names"
         ) from error
     for attribute in ("config", "calibration", *(("depth",) if isinstance(drafter, Trained) else ())):
         if not hasattr(drafter, attribute):
@@ -193,13 +194,15 @@ class _Seen:
         self.inner.observe(accepted)
 
 
-BROKEN = TypeError, AttributeError, AssertionError, RuntimeError, IndexError, KeyError  # of code of other packages
+CODE_ERRORS = TypeError, AttributeError, AssertionError, RuntimeError, IndexError, KeyError  # of code of other packages
 
 
 def failed(drafter: Drafter, method: str, error: Exception) -> ValueError:
     """What a method of a drafter of another package raised, with the last of its own lines."""
-    frames, own = traceback.extract_tb(error.__traceback__), inspect.getsourcefile(type(drafter))
-    at = ([frame for frame in frames if frame.filename == own] or frames)[-1]
+    frames, source_file = traceback.extract_tb(error.__traceback__), ""
+    with suppress(TypeError, OSError):  # of a class without a file
+        source_file = inspect.getsourcefile(type(drafter)) or ""
+    at = ([frame for frame in frames if frame.filename == source_file] or frames)[-1]
     name = type(drafter).__qualname__
     return ValueError(f"drafter {name}: {method} fails: {error!r:.300}, in {at.filename}, line {at.lineno}")
 
@@ -215,7 +218,7 @@ def try_out(drafter: Drafter, target: Target) -> None:
         options = Options(5, Sampling(temperature), 1)
         try:
             ids = speculative(target, prompts, options, seen, 8).token_ids
-        except BROKEN as error:
+        except CODE_ERRORS as error:
             raise failed(drafter, "propose or observe", error) from error
         exact = target.dtype.itemsize >= 4  # elsewhere near-ties can fall either way
         if exact and ids != autoregressive(target, prompts, options).token_ids:

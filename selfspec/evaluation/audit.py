@@ -59,7 +59,7 @@ class AuditConfig(Asking):
         as_seed(list(self.seeds))
         if self.distribution_samples < 0 or 0 < self.distribution_samples < 500:
             raise ValueError(
-                f"audit.distribution_samples={self.distribution_samples} are too few texts for the test of the "
+                f"audit.distribution_samples={self.distribution_samples} is too few for the test of the "
                 "distribution; give at least 500, or 0 for no test"
             )
         for temperature in self.temperatures:

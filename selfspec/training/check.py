@@ -27,7 +27,7 @@ from selfspec.training.drafter_data import DrafterTraining, distilled_size
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
 from selfspec.training.step import autocast
-from selfspec.training.synthetic import Synthetic
+from selfspec.training.synthetic import Synthetic, check_writes
 from selfspec.utils.errors import visible
 
 _FEW = 0.02  # share of tokens that count, below which something is said
@@ -188,6 +188,7 @@ def check_unwritten(
         yield f"{asked} conversations are asked of {data.model_name}, {len(data.answered())} are answered: {data.path}"
         conversations, tokens = asked, data.question_tokens + data.new_tokens
     else:
+        check_writes(target)
         conversations, tokens = data.conversations, data.turns * (data.question_tokens + data.new_tokens)
         yield f"{conversations} conversations of at most {tokens} tokens are written first, or read if they are kept"
     drawn = torch.randint(target.vocab_size, (1, config.length), generator=torch.Generator().manual_seed(loop.seed))

@@ -11,7 +11,7 @@ from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
 from selfspec.drafters.base import Batch, Sample, Trained, no_reduce
 from selfspec.drafters.parts.vocabulary import Reduced
-from selfspec.drafters.registry import BROKEN, failed
+from selfspec.drafters.registry import CODE_ERRORS, failed
 from selfspec.training.hidden import HiddenStates
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.states import States, behind_layers, drafted_behind
@@ -112,32 +112,40 @@ def try_states(target: Target, drafter: Trained, loop: LoopConfig) -> None:
         raise needs_layers(drafter.kind) from error
 
 
-def try_training(drafter: Trained, target: Target) -> None:
-    """Loss and scores of a drafter of another package on two texts. Raises ValueError naming what of the contract they
-    break, before long work starts."""
-    name, size = type(drafter).__qualname__, 4 * (drafter.depth + 4)
+def try_training(drafter: Trained, target: Target, loop: LoopConfig) -> None:
+    """Loss and scores of a drafter of another package on short texts of random tokens. Raises ValueError naming what of
+    the contract they break, before long work starts."""
+    name, most = type(drafter).__qualname__, target.max_positions or 2**31
+    size = min(4 * (drafter.depth + 4), most)
     tokens = torch.randint(target.vocab_size, (2, size), generator=torch.Generator().manual_seed(0)).to(target.device)
     batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool), "documents": torch.zeros_like(tokens)}
-    try:
-        with torch.random.fork_rng():  # what is drawn later stays what it was
-            loss = DraftLoss(drafter, target)(batch)
-    except BROKEN as error:
-        raise failed(drafter, "loss", error) from error
-    pair = isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor) and isinstance(loss[1], dict)
-    if not pair or loss[0].dim() or not loss[0].requires_grad:
-        raise ValueError(
-            f"drafter {name}: loss has to return what `decayed` gives, a scalar with a gradient and a dict of figures, "
-            f"not {_described(loss)}"
-        )
-    at, was = torch.arange(2, 6), drafter.training
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            out = target.text(tokens[:1], False, reads=drafter.reads)
-            features = {layer: part[0] for layer, part in out.features.items()}
-            scores = drafter.eval().scores(Sample(tokens[0].cpu(), 2, out.hidden[0], features, 0.0, None), at)
-    except BROKEN as error:
-        raise failed(drafter, "scores", error) from error
+    was, buffers = drafter.training, {key: part.clone() for key, part in drafter.named_buffers()}
+    devices = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # what is drawn later stays what it was
+        try:
+            with autocast(target.device, loop):
+                loss = DraftLoss(drafter, target)(batch)
+        except CODE_ERRORS as error:
+            raise failed(drafter, "loss", error) from error
+        pair = isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor) and isinstance(loss[1], dict)
+        if not pair or loss[0].dim() or not loss[0].requires_grad:
+            raise ValueError(
+                f"drafter {name}: loss has to return what `decayed` gives, a scalar with a gradient and a dict of "
+                f"figures, not {_described(loss)}"
+            )
+        at = torch.arange(2, 6)
+        try:
+            with torch.no_grad():
+                out = target.text(tokens[:1], False, reads=drafter.reads)
+                features = {layer: part[0] for layer, part in out.features.items()}
+                sample = Sample(tokens[0].cpu(), 2, out.hidden[0], features, 0.0, None)
+                scores = drafter.eval().scores(sample, at)
+        except CODE_ERRORS as error:
+            raise failed(drafter, "scores", error) from error
     drafter.train(was)
+    for key, part in drafter.named_buffers():
+        if key in buffers:
+            part.copy_(buffers[key])
     wanted = [drafter.depth, len(at), target.vocab_size]
     if not isinstance(scores, Tensor) or list(scores.shape) != wanted:
         raise ValueError(

@@ -110,8 +110,7 @@ def synthetic(config: Synthetic, target: Target, tokenizer: Tokenizer) -> tuple[
     They are kept on disk, so that an interrupted call goes on where it stopped, and a later one reads them. Each
     process writes files of its own, and then waits for the others. Raises ValueError where no conversation is usable.
     """
-    if isinstance(target, ChainTarget):
-        raise ValueError(f"data=synthetic writes by trees, and {target.why}; take data=jsonl, text or python_source")
+    check_writes(target)
     (part, processes), quiet = shard.share(), not is_main_process()
     template = Template.of(ChatTemplate(tokenizer, end_tokens(target), config.chat_template_kwargs))
     _check_positions(config, target, _longest(config, template, _ids(config, tokenizer)))
@@ -144,6 +143,14 @@ def synthetic(config: Synthetic, target: Target, tokenizer: Tokenizer) -> tuple[
     if not quiet:
         _card(folder, config, target, tokenizer, train, validation)
     return train, validation
+
+
+def check_writes(target: Target) -> None:
+    """Raises ValueError for a target that can not write conversations."""
+    if isinstance(target, ChainTarget):
+        raise ValueError(
+            f"data=synthetic writes text with draft trees, but {target.why}; take data=jsonl, text or python_source"
+        )
 
 
 def _place(

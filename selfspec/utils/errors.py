@@ -51,13 +51,16 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(2)
 
 
+UNKNOWN = "the same command"
+
+
 def command_line(processes: int = 1) -> str:
     """What was typed to start this program, to be typed again."""
     words = sys.orig_argv[1:]
     for i, word in enumerate(words):
         name = Path(word).name
-        if name == "selfspec":
+        if name == "selfspec" and processes == 1:
             return shlex.join(["selfspec", *words[i + 1 :]])
         if name.endswith(".py") and processes == 1:
             return shlex.join(["python", *words[i:]])
-    return "the same command"
+    return UNKNOWN

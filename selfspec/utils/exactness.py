@@ -11,6 +11,6 @@ STORY = (
 def exactness(how: str, exact: str, waits: bool = False) -> str:
     """What holds, as a line for users. how: dtype and engine; exact: EXACT, TESTED or ROUNDED; waits: whether that is
     so because passes are not compiled yet."""
-    more = "until passes are compiled (engine=eager, engine=compiled: by construction)"
+    more = "until passes are compiled (engine=eager: by construction)"
     ties = f" of near-ties {more if waits else '(float32: in every test)'}" if exact == ROUNDED else ""
     return f"{how}: the tokens of plain decoding, {exact}{ties}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from selfspec.checkpoints.formats.files import (
+    check_fits,
     check_held,
     check_plain,
     check_read,
@@ -149,8 +150,12 @@ def _refuse(config: Figures, target: Target, folder: Path) -> None:
     for name in (*_CAUSAL, "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov"):
         if not isinstance(config.get(name) or False, bool):
             raise ValueError(f"{where}: {name}={config[name]!r} must be true or false")
-    plain = {"hidden_act": "silu", "attention_value_scale": None, "projector_type": "dflash"}
-    check_read(config, {**plain, "mask_embedding": MASK_FILE, "num_target_layers": target.n_layers}, folder)
+    plain: Figures = {"hidden_act": "silu", "attention_value_scale": None, "projector_type": "dflash"}
+    if config.get("mask_embedding") is not False:
+        plain["mask_embedding"] = MASK_FILE
+    check_read(config, plain, folder)
+    depth = "num_target_layers" if config.get("num_target_layers") != len(ids) else "target_num_hidden_layers"
+    check_fits(config, {depth: target.n_layers}, folder)  # some name the number of layers read by the first
     form = config.get("markov_head_type", "vanilla")
     if config.get("markov_rank") and form not in markov.FORMS:
         raise ValueError(f"{where}: markov_head_type={form!r} must be one of {', '.join(markov.FORMS)}")

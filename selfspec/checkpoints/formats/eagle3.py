@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from selfspec.checkpoints.formats.files import (
+    check_fits,
     check_read,
     fill,
     read_config,
@@ -185,8 +186,8 @@ def read(folder: Path, target: Target) -> Eagle3:
     _check_values(config, folder)
     few = settle(config, tensors, target, folder)
     layers = layers_read(config, target.n_layers, folder)
-    fixed = {"num_aux_hidden_states": len(layers), "target_hidden_size": target.hidden_size, "logit_scale": 1}
-    check_read(config, fixed, folder)
+    check_read(config, {"num_aux_hidden_states": len(layers), "logit_scale": 1}, folder)
+    check_fits(config, {"target_hidden_size": target.hidden_size}, folder)
     theirs = target.model.get_input_embeddings().weight
     if EMBEDDINGS in tensors and torch.equal(tensors[EMBEDDINGS].to(theirs), theirs):
         del tensors[EMBEDDINGS]  # a copy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +169,24 @@ def number(config: Figures, name: str, folder: Path, file: str = "config.json") 
     return value
 
 
-def check_read(config: Figures, readable: Figures, folder: Path, file: str = "config.json") -> None:
+def check_read(config: Figures, readable: Figures, folder: Path) -> None:
     """Raises ValueError for a value that is neither left out nor null, nor the one that can be read."""
-    for name, value in readable.items():
-        if (given := config.get(name)) is not None and (type(given) is bool or given != value):
-            can = "" if value is None else f" here, {value!r} can"
-            raise ValueError(f"{folder}/{file}: {name}={given!r:.60} can not be read{can}")
+    for name, wanted in _others(config, readable):
+        can = "" if wanted is None else f" here, {wanted!r} can"
+        raise ValueError(f"{folder}/config.json: {name}={config[name]!r:.60} can not be read{can}")
+
+
+def check_fits(config: Figures, of_target: Figures, folder: Path) -> None:
+    """Raises ValueError for a value that is neither left out nor null, nor the target's."""
+    for name, wanted in _others(config, of_target):
+        raise ValueError(f"{folder}/config.json: {name} is {config[name]!r:.60}, the target's is {wanted}")
+
+
+def _others(config: Figures, values: Figures) -> Iterator[tuple[str, Any]]:
+    """The keys under which a config has another value, with the one that it should have."""
+    for name, wanted in values.items():
+        if (value := config.get(name)) is not None and (type(value) is bool or value != wanted):
+            yield name, wanted
 
 
 def check_held(numbers: int, tensors: Mapping[str, Tensor], what: str, folder: Path, file: str = "config.json") -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from selfspec.checkpoints.formats.files import (
+    check_fits,
     check_held,
-    check_read,
     fill,
     number,
     read_config,
@@ -101,7 +101,7 @@ def read(folder: Path, target: Target) -> Medusa:
     if config.get("medusa_fc_bias") is False:  # as vLLM reads it
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".bias")}
     biased = any(name.endswith(".bias") for name in tensors)
-    check_read(config, {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}, folder)
+    check_fits(config, {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}, folder)
     if config.get("truncated_vocab_size") not in (None, target.vocab_size):
         few = config["truncated_vocab_size"]
         raise ValueError(f"{folder}: truncated_vocab_size={few}: heads need all {target.vocab_size} tokens")

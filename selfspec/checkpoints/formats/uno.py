@@ -25,7 +25,7 @@ _ODD = (
     *("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "layers_to_transform"),
     *("exclude_modules", "trainable_token_indices", "target_parameters", "fan_in_fan_out", "alora_invocation_tokens"),
 )
-_CHANGING = ("pissa", "olora", "corda", "loftq")  # beginnings that change the weights under an adapter
+_CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that do, under the adapter
 
 
 def read(folder: Path, target: Target) -> Mask:
@@ -39,8 +39,9 @@ def read(folder: Path, target: Target) -> Mask:
         raise ValueError(f"{folder}/{NAME}: {adapter}; a LORA without biases can be read")
     if odd := [name for name in _ODD if config.get(name)]:
         raise ValueError(f"{folder}/{NAME}: {odd[0]}={config[odd[0]]!r} can not be read; only one LoRA of one rank")
-    if str(begun := config.get("init_lora_weights")).lower().startswith(_CHANGING):
-        raise ValueError(f"{folder}/{NAME}: init_lora_weights={begun!r}: it was trained on other weights; convert it")
+    initial = config.get("init_lora_weights")
+    if str(initial).lower().startswith(_CHANGES_WEIGHTS):
+        raise ValueError(f"{folder}/{NAME}: init_lora_weights={initial!r}: it was trained on other weights; convert it")
     modules = config.get("target_modules")
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
         raise ValueError(f"{folder}/{NAME}: target_modules={modules!r} must be a list of names")

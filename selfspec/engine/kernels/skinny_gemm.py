@@ -18,7 +18,7 @@ from selfspec.engine.kernels.native import binding, in_place
 from selfspec.engine.kernels.weights import laid_out
 
 MOST = 4096  # rows of a compiled product, and queries of each head: those of 16 prompts in one pass
-_NEAR, _ROWS = 1 << 18, 64  # numbers of the left side that stay near, and rows that a block has a multiple of
+_BLOCK_NUMBERS, _BLOCK_ROWS = 1 << 18, 64  # of the left side, at most; a block's rows are a multiple of _BLOCK_ROWS
 STEP = 32  # rows of weights, and heads, must be multiples of it
 SLOTS = 16  # the number of slots must be a multiple of it
 
@@ -50,8 +50,9 @@ def multiply_in_place(left: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     """As `few_rows` with one weight, which is read where it lies, whatever was measured. Of many rows, such as those of
     a prompt, so many at a time as stay in a core's cache while the weight goes by."""
     out, last = left.new_empty(len(left), len(weight)), left if bias is None else bias
-    block = max(1, _NEAR // left.shape[1] // _ROWS) * _ROWS
-    for rows, result in zip(left.split(block), out.split(block), strict=True):
+    block = max(_BLOCK_ROWS, _BLOCK_NUMBERS // left.shape[1] // _BLOCK_ROWS * _BLOCK_ROWS)
+    parts = [(left, out)] if len(left) <= block else zip(left.split(block), out.split(block), strict=True)
+    for rows, result in parts:
         sizes = product_sizes(rows.shape, [weight.shape])
         in_place(sizes[3:])(rows, weight, weight, weight, last, result, *sizes, 0, 0, bias is not None)
     return out
