@@ -11,6 +11,7 @@ from conftest import compose_config, made, refused, tiny_model
 import selfspec
 from selfspec.api import Spec
 from selfspec.cli.reports import run_report
+from selfspec.cli.show import gain
 from selfspec.core.generate import speculative
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
@@ -317,3 +318,12 @@ def test_arms_are_compared_on_common_prompts_alone(capsys):
     assert not capsys.readouterr().out
     assert [(r.arm, r.questions[0][0]) for r in common(every[:3])] == [("x", "1"), ("y", "1")]
     assert "T=0: 1 of 2 prompts are left out, which are not answered by y 4" in capsys.readouterr().out
+
+
+def test_a_demo_claims_no_speedup_that_drafting_can_not_bring():
+    plain = Stats(passes=8, calls=8, nodes=8, tokens=8, seconds_target=4.0)
+    fast = Stats(passes=4, calls=4, nodes=32, tokens=8, seconds_target=2.5)
+    assert gain(plain, fast) == "2.00 per pass, 1.60x as fast"
+    slow = replace(plain, seconds_target=40.0)
+    assert gain(slow, fast) == "2.00 per pass, times not compared: other programs ran beside"
+    assert gain(plain, plain) == "nothing was drafted"
