@@ -129,6 +129,7 @@ def plots() -> Iterator[Callable[..., dict[str, Path]]]:
     drawing = selfspec.evaluation.plots.plot_training
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selfspec.evaluation.plots, "plot_training", lambda records, folder: {})
+        patch.setattr("selfspec.budget.learned.crowded", lambda: False)  # whatever runs beside the tests
         yield drawing
 
 

@@ -111,6 +111,14 @@ def test_what_was_measured_on_a_busy_machine_is_not_kept(llama, monkeypatch, cap
     assert pass_costs(llama)[:3] == steady[:3]
 
 
+def test_nothing_is_measured_beside_other_work(llama, monkeypatch):
+    monkeypatch.setattr("selfspec.budget.learned.crowded", lambda: True)
+    monkeypatch.setattr(cost, "measure_costs", lambda *_: pytest.fail("the machine is busy"))
+    spec = Spec(llama, made("prompt_lookup", llama))
+    spec._learned.decoded = 100.0
+    assert not spec.generate([[5, 9, 2, 7]], 4, nodes="auto").forecast.measured
+
+
 def test_costs_that_passes_do_not_have_are_measured_again(llama, monkeypatch, capsys):
     monkeypatch.setattr(cost, "measure_costs", lambda *_: [60.0] * 8)  # on a machine that was busy throughout
     spec, prompt = Spec(llama, made("prompt_lookup", llama)), [[5, 9, 2, 7] * 3]

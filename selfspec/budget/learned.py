@@ -9,6 +9,7 @@ from selfspec.budget.policy import Auto, Experience, Forecast, unmeasured
 from selfspec.core.contract import Drafts
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
+from selfspec.utils.machine import crowded
 
 _PASSES, _STALE = 16, 3  # passes of a call that is held against measured costs, and how many times these are too high
 
@@ -24,11 +25,13 @@ class Learned:
 
     def budget(self, drafter: Drafts, rows: int, sampled: bool, max_new_tokens: int) -> tuple[Drafts, int, Forecast]:
         """Who drafts in a call of so many rows and new tokens, with how many nodes at most, and what it expects. Before
-        costs are known, small trees; they are measured once calls have taken as long as that takes."""
+        costs are known, small trees; they are measured once calls have taken as long as that takes, unless other
+        programs run beside."""
         if (sampled, rows) not in self.past:
             which = self.target, rows, sampled
             small = drafter, unmeasured(self.target.device), Forecast(measured=False)
-            if saved_costs(*which) is None and self.decoded < self.due:
+            late = self.target.device.type == "cpu" and crowded()  # measuring would take minutes, and be wrong
+            if saved_costs(*which) is None and (self.decoded < self.due or late):
                 return small
             costs = pass_costs(*which)
             if saved_costs(*which) is None:  # the machine was busy: again after twice as many calls

@@ -135,7 +135,10 @@ class Forecast:
 
     def __str__(self) -> str:
         if not self.measured:
-            return "auto: small trees, until calls have taken 20 s in all; then the cost of a pass is measured once"
+            return (
+                "auto: small trees, until calls have taken 20 s in all and few other programs run; then the cost of a "
+                "pass is measured once"
+            )
         nodes = mean(self.nodes, self.passes)
         if nodes == 1:
             return "auto: no tree pays, decoding plainly"

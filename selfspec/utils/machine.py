@@ -57,6 +57,12 @@ def processor() -> dict[str, str]:
     return {**known, "model name": known["model name"] or platform.processor()}
 
 
+def crowded() -> bool:
+    """Whether in the last minute half as many threads again wanted to run as there are processors: this program alone
+    runs one on each."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= 1.5 * (os.cpu_count() or 1)
+
+
 def default_device() -> str:
     """Where to compute unless a device is named: this process's own CUDA device, else the CPU. One that is there and
     does not work is left out, with a line. MPS is never chosen: it has no float64, which noise is made of."""
