@@ -17,6 +17,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.utils.files import is_main_process
+from selfspec.utils.machine import crowded
 from selfspec.utils.progress import progress
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's mallopt
@@ -118,9 +119,9 @@ def peak_memory_mb(device: torch.device) -> float:
 def crowd() -> str | None:
     """What to say where more programs run than there are processors; each uses as many threads as it finds processors,
     and threads that wait for each other spin."""
-    processors, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    if load < 1.5 * processors:
+    if not crowded():
         return None
+    processors, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     threads = torch.get_num_threads()
     many = f", {threads} of them for this run; where several programs run at once, start each with OMP_NUM_THREADS=1"
     busy = f"{load:.0f} threads compete for {processors} processors"

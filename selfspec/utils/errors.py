@@ -56,11 +56,11 @@ UNKNOWN = "the same command"
 
 def command_line(processes: int = 1) -> str:
     """What was typed to start this program, to be typed again."""
-    words = sys.orig_argv[1:]
+    words = sys.orig_argv[1:] if processes == 1 else []  # a launcher's own words are not known here
     for i, word in enumerate(words):
         name = Path(word).name
-        if name == "selfspec" and processes == 1:
+        if name == "selfspec":
             return shlex.join(["selfspec", *words[i + 1 :]])
-        if name.endswith(".py") and processes == 1:
+        if name.endswith(".py"):
             return shlex.join(["python", *words[i:]])
     return UNKNOWN

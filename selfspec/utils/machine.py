@@ -60,7 +60,8 @@ def processor() -> dict[str, str]:
 def crowded() -> bool:
     """Whether in the last minute half as many threads again wanted to run as there are processors: this program alone
     runs one on each."""
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= 1.5 * (os.cpu_count() or 1)
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= 1.5 * count
 
 
 def default_device() -> str:
