@@ -47,8 +47,8 @@ def few_rows(left: Tensor, weights: list[Tensor], bias: Tensor | None = None) ->
 
 
 def multiply_in_place(left: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """left [M, K] times weight [N, K], plus bias [N]. The weight is read where it lies, whatever was measured. Many rows
-    run in blocks, each of which stays in a core's cache while the weight goes by."""
+    """left [M, K] times weight [N, K], plus bias [N]. The weight is read where it lies, whatever was measured. Many
+    rows run in blocks, each of which stays in a core's cache while the weight goes by."""
     out, last = left.new_empty(len(left), len(weight)), left if bias is None else bias
     block = max(_BLOCK_ROWS, _BLOCK_NUMBERS // left.shape[1] // _BLOCK_ROWS * _BLOCK_ROWS)
     parts = [(left, out)] if len(left) <= block else zip(left.split(block), out.split(block), strict=True)
