@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.core.options import integer
-from selfspec.data.chat import Chat, ChatTemplate
+from selfspec.data.chat import Chat
+from selfspec.data.chat_template import ChatTemplate
 from selfspec.utils.errors import one_line
 
 Ids = Sequence[int]

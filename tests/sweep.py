@@ -19,7 +19,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from selfspec.core.chains import ChainTarget, served
+from selfspec.core.chains import ChainTarget
+from selfspec.core.probe import served
 from selfspec.utils.errors import one_line
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"

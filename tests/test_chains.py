@@ -9,9 +9,10 @@ from families import build
 from sweep import tiny
 
 import selfspec
-from selfspec.core.chains import ChainTarget, served
+from selfspec.core.chains import ChainTarget
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
+from selfspec.core.probe import served
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree

@@ -10,10 +10,12 @@ from conftest import refused, tiny_model, write_lines
 
 import selfspec
 from selfspec.core.target import Target
-from selfspec.data.chat import Chat, ChatTemplate, message
+from selfspec.data.chat import Chat, message
+from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.cut_prompts import sample_prompts
+from selfspec.data.documents import Records
 from selfspec.data.questions import Asking, read_questions
-from selfspec.data.records import Hub, JsonLines, Parquet, Records
+from selfspec.data.records import Hub, JsonLines, Parquet
 from selfspec.data.store import stored, tokenize
 from selfspec.training.distill import DistillConfig, distill
 

@@ -35,8 +35,9 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.engine import disk
 from selfspec.engine import engine as engines
-from selfspec.engine.engine import LATER, Engine, bucket, engine_for
-from selfspec.engine.fit import structure
+from selfspec.engine.choose import LATER, engine_for
+from selfspec.engine.engine import Engine
+from selfspec.engine.fit import bucket, structure
 from selfspec.engine.kernels.native import has_compiler
 from selfspec.engine.layers import compiled_once
 from selfspec.utils.exactness import EXACT, ROUNDED, TESTED

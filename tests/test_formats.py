@@ -31,7 +31,8 @@ from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 from selfspec.drafters.parts.views import lora_of
 from selfspec.integrations import export as exporting
-from selfspec.integrations.export import FORMATS, export
+from selfspec.integrations.engines import FORMATS, refuse
+from selfspec.integrations.export import export
 
 IDS = eagle3.IDS
 CASES: dict[str, Eagle3Config] = {
@@ -503,8 +504,8 @@ def test_a_head_with_a_bias(folder):
         (made("eagle3", target, layers=[1]), "no draft model has"),
         (of(MedusaConfig(), target), "has a bias"),
     ):
-        refused(message, exporting.refuse, kind, target, "vllm")
-    exporting.refuse(made("eagle3", target, layers=[1], head="own"), target, "vllm")
+        refused(message, refuse, kind, target, "vllm")
+    refuse(made("eagle3", target, layers=[1], head="own"), target, "vllm")
 
 
 def test_embeddings_of_its_own_are_kept(folder):

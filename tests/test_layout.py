@@ -141,7 +141,8 @@ def test_drafters_do_not_know_each_other():
         known = {n.rsplit("/", 1)[-1].removesuffix(".py") for n in inner(source, FILES) if n.count("/") == 1}
         # Which puts hybrids together, and knows what is shipped with a target.
         known &= kinds if name != "checkpoints/loading.py" else kinds - {"hybrid", "mtp"}
-        if name.startswith(("checkpoints/formats/", "integrations/export.py")):  # each form is of one kind
+        # Each form is of one kind.
+        if name.startswith(("checkpoints/formats/", "integrations/engines.py", "integrations/export.py")):
             known -= {"block", "eagle3", "medusa", "mask", "mtp"}
         assert not known, f"{name} imports {known}"
 

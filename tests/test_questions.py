@@ -19,7 +19,8 @@ from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
-from selfspec.data.chat import Chat, ChatTemplate
+from selfspec.data.chat import Chat
+from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import Document, PythonSource
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.instructions import Instructions, conversations, edits, instructions

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from selfspec.checkpoints.load_target import load_target
 from selfspec.cli.training_runs import run_training
 from selfspec.core.target import Target
-from selfspec.data.chat import ChatTemplate
+from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import PythonSource
 from selfspec.data.own_questions import Template, first_paragraph
 from selfspec.training import conversations

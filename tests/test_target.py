@@ -7,7 +7,6 @@ from transformers import AutoModel, T5Config, T5ForConditionalGeneration
 
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import weights_hash
-from selfspec.core import chains
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.probe import probe
@@ -175,7 +174,7 @@ def test_a_model_of_known_form_is_probed_once(tmp_path, monkeypatch):
     """By name, until its config changes; and a model from the caller's hands always."""
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
     probed: list[Target] = []
-    monkeypatch.setattr(chains, "probe", probed.append)
+    monkeypatch.setattr("selfspec.core.probe.probe", probed.append)
     for name, changes in (("one", {}), ("other", {"rms_norm_eps": 1e-3})):
         tiny_model(**changes).save_pretrained(tmp_path / name)
     for name, count in (("one", 1), ("one", 1), ("other", 2), ("one", 2)):

@@ -10,20 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.engine.kernels import int8
+from selfspec.engine.kernels import fastest, int8
 from selfspec.engine.kernels import weights as module
+from selfspec.engine.kernels.fastest import KERNELS, Kernel, choose, measure, row_invariant
 from selfspec.engine.kernels.native import binding, has_tiles, served
 from selfspec.engine.kernels.skinny_gemm import few_rows
-from selfspec.engine.kernels.weights import (
-    KERNELS,
-    Kernel,
-    choose,
-    forget_changed,
-    freeze,
-    laid_out,
-    measure,
-    row_invariant,
-)
+from selfspec.engine.kernels.weights import forget_changed, freeze, laid_out
 
 SERVED = [kernel for kernel in KERNELS if kernel.serves(96, 64)]
 
@@ -32,8 +24,8 @@ SERVED = [kernel for kernel in KERNELS if kernel.serves(96, 64)]
 def folder(tmp_path, monkeypatch) -> Path:
     """Choices of this test alone."""
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(module, "_choices", {})
-    monkeypatch.setattr(module, "_shapes_used", set())
+    monkeypatch.setattr(fastest, "_choices", {})
+    monkeypatch.setattr(fastest, "_shapes_used", set())
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
     return tmp_path
 
@@ -77,24 +69,24 @@ def test_ours_is_row_invariant_and_a_kernel_that_is_not_is_found_out():
 def test_a_choice_is_measured_once_and_kept(folder, monkeypatch):
     chosen = choose(96, 64)
     assert list((folder / "kernels").glob("*.json"))
-    monkeypatch.setattr(module, "_choices", {})
-    monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured twice"))
+    monkeypatch.setattr(fastest, "_choices", {})
+    monkeypatch.setattr(fastest, "measure", lambda *_: pytest.fail("measured twice"))
     assert choose(96, 64) is chosen
 
 
 @pytest.mark.skipif(not served(), reason="needs a processor with AVX2 or AVX-512")
 def test_beside_other_work_nothing_is_measured(folder, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (2.0 * (os.cpu_count() or 1), 0.0, 0.0), raising=False)
-    monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(fastest, "measure", lambda *_: pytest.fail("measured"))
     chosen = choose(96, 64)
     assert chosen is not None
     assert chosen.name in ("in place", "panels")
-    assert not module.measured()
+    assert not fastest.measured()
     assert not list(folder.rglob("*.json"))
 
 
 def test_only_row_invariant_kernels_are_chosen(monkeypatch):
-    monkeypatch.setattr(module, "row_invariant", lambda *_: False)
+    monkeypatch.setattr(fastest, "row_invariant", lambda *_: False)
     figures = measure(96, 64)
     assert figures["kernel"] is None
     assert figures["varies"] == [kernel.name for kernel in SERVED]

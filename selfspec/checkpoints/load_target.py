@@ -19,11 +19,11 @@ from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.named import elsewhere
 from selfspec.checkpoints.target_files import check_config, check_shards
 from selfspec.checkpoints.weights_hash import parts_of, weights_hash
-from selfspec.core.chains import served
+from selfspec.core.probe import served
 from selfspec.core.quantized import Int8Linear, has_kernel, quantize
 from selfspec.core.support import refuse_any
 from selfspec.core.target import Target
-from selfspec.engine.engine import check_engine
+from selfspec.engine.choose import check_engine
 from selfspec.utils.errors import did_you_mean, one_line
 from selfspec.utils.files import Figures
 from selfspec.utils.machine import check_device, default_device, dtype_name

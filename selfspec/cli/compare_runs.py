@@ -19,8 +19,8 @@ from selfspec.cli.evaluation_runs import asked
 from selfspec.cli.origin import check_origin, origin
 from selfspec.cli.run_folders import run_folder, typed
 from selfspec.cli.training_runs import tokenizer_of
-from selfspec.core.target import chosen
 from selfspec.data.questions import SETS, Answering
+from selfspec.engine.choose import chosen
 from selfspec.evaluation.arms import Prompt
 from selfspec.evaluation.compare import (
     CompareConfig,

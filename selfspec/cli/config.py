@@ -19,7 +19,7 @@ from selfspec.cli.show import ShowConfig
 from selfspec.core.rows import MAX_NODES
 from selfspec.drafters.base import Drafter, DrafterConfig
 from selfspec.drafters.registry import config_class, drafter_class, installed, kinds
-from selfspec.engine.engine import check_engine
+from selfspec.engine.choose import check_engine
 from selfspec.evaluation.audit import AuditConfig
 from selfspec.evaluation.compare import CompareConfig
 from selfspec.evaluation.decode import DecodeConfig

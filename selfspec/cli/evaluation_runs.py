@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -24,9 +25,10 @@ from selfspec.cli.origin import check_origin, origin
 from selfspec.cli.run_folders import as_plain, check_same, run_folder, typed
 from selfspec.cli.show import show
 from selfspec.cli.training_runs import build_data, tokenizer_of
-from selfspec.core.target import Target, chosen
+from selfspec.core.target import Target
 from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
+from selfspec.engine.choose import chosen
 from selfspec.evaluation.arms import Prompt, prompts_of
 from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
 from selfspec.evaluation.decode import defined, host_overhead, run_benchmark, summarize, write_traces
@@ -35,13 +37,14 @@ from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
 from selfspec.evaluation.points import answer_files, check_ids, labelled, rows_of, write_answers, write_point
 from selfspec.evaluation.records import RECORDS, Record
-from selfspec.evaluation.tables import Column, audit_report, limits_tables, own_columns
+from selfspec.evaluation.tables import audit_report, limits_tables
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, spread, write_samples
 from selfspec.utils.exactness import ROUNDED
 from selfspec.utils.files import Figures, mean, read_json, section, shown, write_section, write_text
 from selfspec.utils.machine import device_type
 from selfspec.utils.tracking import RunLog
 
+Column = Callable[[Figures, list[Record]], object]  # of another package, see `_own_columns`
 # Keys that may change when a benchmark that was killed goes on
 _BESIDE = (*("name", "trust_code"), *(f"decode.{key}" for key in ("columns", "metrics", "traces", "answers")))
 
@@ -83,7 +86,7 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     """One benchmark point: its records, figures and plots in `folder`. One that is finished there is read, unless more
     is asked for; one that was killed goes on with what is missing. title: of the point in the run's logger."""
     run = typed(EvalRun, config)
-    columns = own_columns(run.decode.columns)
+    columns = _own_columns(run.decode.columns)
     spec = _loaded(run, config)
     begun = folder / "summary.json"
     summary = read_json(begun) if begun.is_file() else None
@@ -136,6 +139,23 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
         labelled([point])
         log.images(plot_points(rows_of([point]), folder))
     return point
+
+
+def _own_columns(paths: list[str]) -> dict[str, Column]:
+    """Functions of other packages, `package.module.function`, by their names. Raises ValueError for what is none."""
+    columns = {}
+    for path in paths:
+        if path == "all":
+            continue
+        module, _, name = path.rpartition(".")
+        try:
+            column = getattr(importlib.import_module(module), name, None) if module else None
+        except Exception as error:  # whatever a module of another package does
+            raise ValueError(f"decode.columns: {path}: {module} can not be imported ({error!r})") from error
+        if not callable(column):
+            raise ValueError(f"decode.columns: {path!r} is no function; give package.module.function")
+        columns[name] = column
+    return columns
 
 
 def _has(summary: Figures, columns: dict[str, Column]) -> bool:

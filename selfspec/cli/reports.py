@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ from selfspec.cli.config import PageRun, ReportRun
 from selfspec.cli.errors import clear_errors
 from selfspec.cli.run_folders import finished, typed
 from selfspec.evaluation.plots import plot_points
-from selfspec.evaluation.points import agreement, differences, read_points, regimes_of, rows_of
+from selfspec.evaluation.points import labelled, leaves_of, read_points, regimes_of, rows_of, varying
 from selfspec.evaluation.tables import agreement_table, groups_table, regime_table, table, training_table
 from selfspec.page.build import page_data, write_page
-from selfspec.utils.files import null_for_nan, write_text
+from selfspec.utils.files import Figures, null_for_nan, read_json, write_text
 
 
 def run_page(config: DictConfig) -> None:
@@ -55,6 +57,79 @@ def run_report(config: DictConfig) -> None:
     plot_points(rows, folder)
     print(f"\n{table(rows, brief=not whole)}\n" + (f"\n{groups}\n" if whole else ""))
     print(f"by group of text: {folder / 'table.md'}; plots beside it")
+
+
+def agreement(one: Path, other: Path) -> list[Figures]:
+    """Speedups over plain decoding that two runs both measured, sweeps of eval/decode.py or comparisons: `same` where
+    their intervals overlap. Raises ValueError where they have none in common."""
+    if one.resolve() == other.resolve():
+        raise ValueError(f"sweep and against are the same folder, {one}; give two runs")
+    first, second = _ratios(one, other), _ratios(other, one)
+    for folder, ratios in ((one, first), (other, second)):
+        if not ratios:
+            raise ValueError(f"{folder} holds no finished run with a speedup over plain decoding")
+    pairs = []
+    for name in (name for name in first if name in second):
+        a, b = first[name], second[name]
+        if not math.isnan(a["low"] + b["low"]):  # of a single question there is no interval
+            pairs.append({"name": name, "one": a, "other": b, "same": a["low"] <= b["high"] and b["low"] <= a["high"]})
+    if not pairs:
+        raise ValueError(f"{one} and {other} have no measurement in common")
+    return pairs
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Settings that two runs do not share, though neither varies them: `key: value / value`."""
+    configs = []
+    for folder in (one, other):
+        whole = folder / "compare.json"
+        points = [read_json(whole)] if whole.is_file() else read_points(folder)[0]
+        leaves = [{(key, str(value)) for key, value in leaves_of(point).items()} for point in points]
+        fixed = set.intersection(*leaves) if leaves else set()
+        configs.append(dict(fixed))
+    first, second = configs
+    keys = sorted(key for key in first.keys() & second.keys() if first[key] != second[key] and key not in _REPORTS)
+    return [f"{key.replace('/', '.')}: {first[key]} / {second[key]}" for key in keys]
+
+
+# Keys of what is reported and extended, not of what is measured
+_REPORTS = {f"compare/{key}" for key in ("results", "summary", "drafters", "nodes", "temperatures", "methods")}
+_REPORTS |= {f"decode/{key}" for key in ("columns", "metrics", "traces", "answers")}
+
+
+def _ratios(folder: Path, beside: Path) -> dict[str, Figures]:
+    """Speedups with intervals by what they are of, in words that the run `beside` shares."""
+    comparison = folder / "compare.json"
+    if comparison.is_file():
+        try:
+            return dict(_compared(read_json(comparison)["rows"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{comparison} is no whole comparison ({error!r}); run its eval/compare.py again"
+            ) from error
+    points, broken = read_points(folder)
+    for path, why in broken:
+        print(f"skipped {path}: {why}")
+    if not (beside / "compare.json").is_file():
+        others = read_points(beside)[0]
+        keys = [*varying(points), *varying(others)]
+        labelled(points, list(dict.fromkeys(keys)) or ["drafter", "tree/nodes"])
+    ratios: dict[str, Figures] = {}
+    for point in (p for p in points if "autoregressive" in p["speedup"]):
+        if point["label"] in ratios:
+            raise ValueError(
+                f"{folder} holds two points of the label {point['label']!r}; compare one sweep with another"
+            )
+        ratios[point["label"]] = point["speedup"]["autoregressive"]
+    return ratios
+
+
+def _compared(rows: list[Figures]) -> Iterator[tuple[str, Figures]]:
+    for row in rows:
+        name = f"{row['arm']} {row['nodes']} T={row['T']:g}"
+        yield name, row["speedup"]
+        for group, part in row["groups"].items():
+            yield f"{name}, {group}", part["speedup"]
 
 
 ERROR = "error.txt"  # of a point of a sweep that failed

@@ -64,7 +64,8 @@ def serve_target(arguments: list[str]) -> None:
 
     from selfspec.core.target import Target
     from selfspec.integrations import serve_target as server
-    from selfspec.integrations.export import spoken, write_engine_files
+    from selfspec.integrations.engines import spoken
+    from selfspec.integrations.export import write_engine_files
     from selfspec.training.states import wanted_layers, write_about
 
     plan = server.ServerPlan(args.target, Path(args.folder), args.python, args.port, args.length, args.dtype)

@@ -56,7 +56,7 @@ def _named(drafter: str, target: str | None, dtype: str, device: str | None = No
         check_target_name(target)
     names_of("selfspec.utils.machine")["dtype_name"](dtype)
     names_of("selfspec.utils.machine")["check_device_name"](device)
-    names_of("selfspec.engine.engine")["check_engine"](engine)
+    names_of("selfspec.engine.choose")["check_engine"](engine)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):

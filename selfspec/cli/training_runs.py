@@ -23,7 +23,8 @@ from selfspec.cli.config import TargetRun, TrainRun, drafter_of
 from selfspec.cli.run_folders import FREE, as_plain, check_same, finished, run_folder, typed
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
-from selfspec.data.records import Records, files_of
+from selfspec.data.documents import Records
+from selfspec.data.records import files_of
 from selfspec.data.server import Server
 from selfspec.data.store import Corpus, stored, tokenize
 from selfspec.drafters.base import Drafter, Trained

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -23,12 +22,10 @@ from transformers import PreTrainedModel
 from selfspec.core.cache import KVCache
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.passes import Pass
-from selfspec.core.probe import deviation, passed_before, probe, tolerance
 from selfspec.core.support import cache_name, decoder_of, layer_stack, refuse_any, view
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, ancestors, trusted
 from selfspec.core.verify import Kept, WalkNoise, walk
-from selfspec.utils.errors import one_line
 from selfspec.utils.exactness import exactness
 
 WAITING = 32  # accepted tokens that a pass runs again at most; more are run into the state at once
@@ -264,49 +261,3 @@ class ChainTarget(Target):
             rows = [[self._passed(reads, part, 0, use_cache=False)[0] for part in row] for row in texts]
             whole = {i: torch.cat([torch.cat([part[i] for part in row], 1) for row in rows]) for i in rows[0][0]}
         return Pass(whole[-2] if logits else None, whole[-1], {i: whole[i] for i in reads})
-
-
-def served(model: PreTrainedModel, stock: bool = False) -> Target:
-    """The model as a target of trees, or with a line that says why not, of chains. Raises ValueError, with the reasons,
-    for one that can be neither.
-
-    stock: whether it came from a checkpoint, unchanged. The probe's success is then kept on disk, and later processes
-    skip it."""
-    passed = passed_before(model) if stock else None
-    try:
-        target = Target(model)
-        if passed is None or not passed.is_file():
-            probe(target)
-        if passed is not None:
-            with suppress(OSError):  # of a folder that can not be written to: probed again by the next process
-                passed.parent.mkdir(parents=True, exist_ok=True)
-                passed.touch()
-        return target
-    except Exception as error:  # of a model of unfamiliar form
-        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error)}"
-    try:
-        chains = ChainTarget(model, why)
-        _probe_chains(chains)
-    except Exception as error:
-        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error)}"
-        raise ValueError(why if reason == why else f"{why}; nor are chains served: {reason}") from error
-    print(f"served by chains alone, not trees: {why}", file=sys.stderr)
-    return chains
-
-
-@torch.inference_mode()
-def _probe_chains(target: ChainTarget) -> None:
-    """Raises ValueError where the model does not go on from its cache, over several tokens and over one, as over the
-    whole text."""
-    text = [(1 + 7 * i) % target.vocab_size for i in range(14)]
-    whole = target.text(torch.tensor([text], device=target.device)).logits
-    assert whole is not None
-    state, at = None, 0
-    for width in (6, 4, 1, 3):
-        target.run([2] * width, at, state)  # gone back from
-        outputs, state = target.run(text[at : at + width], at, state)
-        target.width = outputs[-1].shape[-1]
-        parts = [deviation(a, b) for a, b in zip(outputs[-2], whole[0, at : at + width], strict=True)]
-        at += width
-        if not sorted(parts)[width // 2] < tolerance(target.dtype, True):
-            raise ValueError(f"{type(target.model).__name__} does not go on from its cache as over the whole text")

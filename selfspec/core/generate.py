@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,10 +20,11 @@ from selfspec.core.stats import Span, Stats, elapsed, moment
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import Kept
-from selfspec.engine.engine import with_room
 
+R = TypeVar("R")
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
 Added = list[tuple[int, list[int], list[bool]]]
+_ROOM = 2**15  # entries of Python's stack that compiled code, one local for each tensor, takes at most
 _MANY = 200  # drafted tokens, none accepted, before a warning
 _PASSES = ("tree_pass_alone", "_grown")  # functions of the engine: what verifies, and what drafts
 # By drafter, how many drafted tokens were rejected so far; infinity once one was accepted
@@ -195,3 +197,13 @@ def _warn_of_none(drafter: object, stats: Stats) -> None:
             "target's own all the same",
             stacklevel=2,
         )
+
+
+def with_room(function: Callable[..., R], *args: Any) -> R:
+    """function(*args), with room for the frames below it in one piece. Compiled code has one local for each tensor and
+    hundreds of calls. Python maps and unmaps memory at every call out of a frame that ends where a piece of its stack
+    does, which it may do by chance."""
+    return function(*args)
+
+
+with_room.__code__ = with_room.__code__.replace(co_stacksize=_ROOM)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from selfspec.core.masks import tree_masks
 from selfspec.core.pass_cache import KV, PassCache, pass_cache
 from selfspec.core.recurrent.mixers import LayerState
-from selfspec.core.tree import ancestors
+from selfspec.core.tree import DraftTree, ancestors
 from selfspec.core.verify import WalkNoise, walk
+
+_LONG = 32  # longer chains get a triangular mask without products
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,18 @@ class Part(NamedTuple):
     def arguments(self, positions: Tensor | None, cache: PassCache) -> dict[str, Any]:
         """Arguments of the module."""
         return {self.cache_name: cache, **({"position_ids": positions} if self.takes_positions else {})}
+
+
+def sized(tree: DraftTree, idle: int, n: int) -> tuple[Tensor, Tensor | None]:
+    """Tokens and parents (None: a long chain) [B + idle, n] of a tree of up to n nodes, with spare ones."""
+    tokens, parents, nodes = tree.tokens, tree.parents, tree.tokens.shape[1]
+    if n > nodes or idle:
+        tokens = nn.functional.pad(tokens, (0, n - nodes, 0, idle))
+    if n > _LONG and tree.is_chain:
+        return tokens.contiguous(), None
+    if n > nodes or idle:
+        parents = nn.functional.pad(parents, (0, n - nodes, 0, idle), value=-1)
+    return tokens.contiguous(), parents.contiguous()
 
 
 def tree_pass_alone(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -147,6 +147,18 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
         if parameters.get("rope_type") == "longrope" and 0 < original < (longest or 2**62):
             return original, "rope_type longrope: beyond its original length one row changes the others of its pass"
     return longest, "max_position_embeddings"
+
+
+def attention_types(config: Any) -> tuple[int | None, set[str], dict[str, int | None]]:
+    """A config's sliding window, its layers' types, and the window of each type that needs a mask."""
+    window: int | None = getattr(config, "sliding_window", None)
+    types = set(getattr(config, "layer_types", None) or ()) or {"sliding_attention" if window else "full_attention"}
+    if not getattr(config, "use_sliding_window", True):
+        window, types = None, types - {"sliding_attention"} or {"full_attention"}
+    windows = {"full_attention": None, "sliding_attention": window}
+    kinds = {("sliding" if "sliding" in kind else "full") + "_attention" for kind in types}
+    kinds = kinds & types or kinds  # layers with a state alone need no mask
+    return window, types, {name: windows[name] for name in sorted(kinds)}
 
 
 def returned_values(model: PreTrainedModel) -> int:

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.core.cache import KVCache
+from selfspec.core.changes import Changes
 from selfspec.core.masks import restarting, within
 from selfspec.core.pass_cache import TextCache
-from selfspec.core.passes import Entry, Part, Pass, Skipped, read_output, tree_pass, tree_pass_alone
+from selfspec.core.passes import Entry, Part, Pass, Skipped, read_output, sized, tree_pass_alone
 from selfspec.core.quantized import Int8Linear
 from selfspec.core.recurrent.mixers import LayerState, mixers, over_trees
 from selfspec.core.support import (
+    attention_types,
     cache_name,
     decoder_of,
     layer_stack,
@@ -28,22 +30,10 @@ from selfspec.core.support import (
 )
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
-from selfspec.engine.engine import Engine, check_engine, chosen, engine_for
+from selfspec.engine.choose import engine_for
+from selfspec.engine.engine import Engine
 from selfspec.engine.kernels.weights import forget_changed
 from selfspec.utils.exactness import EXACT, ROUNDED, TESTED, exactness
-
-__all__ = ["Part", "Pass", "Target", "check_engine", "chosen", "tree_pass"]
-
-LONG = 32  # longer chains get a triangular mask without products
-
-
-# Of PEFT's layers: what a view copies, and which adapters are in the weights
-_ADAPTER_STATE, _MERGED = ("_disable_adapters", "_active_adapter", "scaling"), "merged_adapters"
-
-
-def _address(tensor: Tensor) -> int:
-    """Where a plain tensor lies: `.data` can be given another place."""
-    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
 class Target:
@@ -75,27 +65,17 @@ class Target:
         self.decoder: nn.Module = decoder_of(model)
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.saved_dtype = self.dtype
-        self.int8 = any(isinstance(part, Int8Linear) for part in model.modules())  # whether some multiply in 8 bits
         self.n_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.out_features
         self.max_positions, self.limited_by = longest_context(model)
-        self.window: int | None = getattr(config, "sliding_window", None)
-        self.layer_types = set(getattr(config, "layer_types", None) or ()) or {
-            "sliding_attention" if self.window else "full_attention"
-        }
-        if not getattr(config, "use_sliding_window", True):
-            self.window, self.layer_types = None, self.layer_types - {"sliding_attention"} or {"full_attention"}
-        windows = {"full_attention": None, "sliding_attention": self.window}
-        kinds = {("sliding" if "sliding" in kind else "full") + "_attention" for kind in self.layer_types}
-        kinds = kinds & self.layer_types or kinds  # layers with a state alone need no mask
-        self.windows = {name: windows[name] for name in sorted(kinds)}
+        self.window, self.layer_types, self.windows = attention_types(config)
         # Whether its decoder is not in memory, but for single tensors
         self.partial = any(p.is_meta for p in self.decoder.parameters()) and self.device.type != "meta"
         self.recurrent = any(True for _ in mixers(self.decoder))  # whether some layers keep a state
-        self._head = self._head_now()
         self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[Part, Part]] = {}
-        self._built_from = self._structure()
+        self.changes = Changes(model)
+        self.int8 = self.changes.int8  # whether some of its linear maps multiply in 8 bits
         self.rebuilt = 0  # how often parts were built anew; other views of the model follow by it
         self._returns, self.engine = returns, engine or Engine()
         self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
@@ -117,62 +97,16 @@ class Target:
         """Of its weights, as users name it: that of `dtype`, or int8."""
         return "int8" if self.int8 else str(self.dtype).removeprefix("torch.")
 
-    def _head_now(self) -> tuple[object, ...]:
-        weight = next(self.model.get_output_embeddings().parameters())
-        return weight.dtype, weight.device, list(weight.shape)
-
-    @property
-    def changed(self) -> bool:
-        """Whether the model was cast, moved or resized since it was loaded."""
-        return self._head_now() != self._head
-
-    def _structure(self) -> list[object]:
-        """A snapshot of what views copy; when it changes, parts are built anew."""
-        parts: list[object] = [self.model.config.get_text_config()._attn_implementation]
-        for m in self.model.modules():
-            parts += [id(m), *m._forward_hooks, *m._forward_pre_hooks, vars(m).get("forward")]
-            tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-            parts += [(id(t), t.dtype, t.device, t.shape, _address(t)) for t in tensors]
-            parts += [str(vars(m).get(name, "")) for name in _ADAPTER_STATE]
-            parts += [(_MERGED, str(vars(m).get(_MERGED, "")))]
-        return parts
-
     def check(self) -> None:
         """At the start of every call: parts follow what was hooked into the model or changed in its structure since.
 
         Raises ValueError where the model was cast, moved, resized or set to training after it was loaded.
         """
-        if self.model.training:
-            raise ValueError(
-                "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
-            )
-        kind = self.device.type
-        known = torch.amp.is_autocast_available(kind)
-        if known and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != self.dtype:
-            raise ValueError(
-                "torch.autocast is on, under which keys and values have another dtype than the KV cache; leave it, and "
-                "load the target in the dtype that you want"
-            )
-        if self.changed:
-            raise ValueError(
-                f"target.model was changed after loading: its lm_head was {self._head}, it is {self._head_now()} "
-                "(dtype, device, shape); cast, move or resize a model first and load it then: "
-                "selfspec.load(..., target=model)"
-            )
-        merged = False
-        if (structure := self._structure()) != self._built_from:
-            self.refused(self.model)
-            if self.int8 != any(isinstance(part, Int8Linear) for part in self.model.modules()):
-                raise ValueError(
-                    f"target.model was changed after loading: its linear maps {'no longer ' * self.int8}multiply in 8 "
-                    "bits; load it anew: selfspec.load(..., target=model)"
-                )
+        self.changes.check()
+        changed, merged = self.changes.update(self.refused)
+        if changed:
             self.forget()
-            before, now = (
-                [p for p in s if isinstance(p, tuple) and p[0] == _MERGED] for s in (self._built_from, structure)
-            )
-            merged = before != now
-            self._parts, self._built_from, self._like = {}, structure, None
+            self._parts, self._like = {}, None
             self.rebuilt += 1
         forget_changed({id(p) for p in self.model.parameters()} if merged else set())
         for part in self.model.modules() if self.int8 else ():
@@ -299,7 +233,7 @@ class Target:
                 f"layers={layers} must satisfy 0 <= start < stop <= {self.n_layers}, hidden goes with start"
             )
         rows, idle, nodes = len(cache.lengths), cache.idle, tree.tokens.shape[1]
-        tokens, parents = self._sized(tree, idle, prompt)
+        tokens, parents = sized(tree, idle, nodes if prompt else self.engine.size(nodes))
         kv = cache.view(start, stop, tokens.shape[1])
         if hidden is not None and hidden.shape[:2] != tokens.shape:
             hidden = nn.functional.pad(hidden, (0, 0, 0, tokens.shape[1] - nodes, 0, idle))
@@ -317,19 +251,6 @@ class Target:
         if out is not None:
             out = out[:rows, :nodes]
         return Pass(out, final, features, None if walked is None else walked[:rows])
-
-    def _sized(self, tree: DraftTree, idle: int, prompt: bool) -> tuple[Tensor, Tensor | None]:
-        """Tokens and parents (None: a long chain) [B + idle, n] of a tree, with spare nodes up to a size that passes
-        are compiled for."""
-        tokens, parents, nodes = tree.tokens, tree.parents, tree.tokens.shape[1]
-        n = nodes if prompt else self.engine.size(nodes)
-        if n > nodes or idle:
-            tokens = nn.functional.pad(tokens, (0, n - nodes, 0, idle))
-        if n > LONG and tree.is_chain:
-            return tokens.contiguous(), None
-        if n > nodes or idle:
-            parents = nn.functional.pad(parents, (0, n - nodes, 0, idle), value=-1)
-        return tokens.contiguous(), parents.contiguous()
 
     def _check_outputs(self, outputs: dict[int, Tensor], start: int, stop: int) -> None:
         """Raises ValueError where the model's forward is not its own: its decoder was not called with the cache."""

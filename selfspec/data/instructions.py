@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.chat import Chat, ChatTemplate
+from selfspec.data.chat import Chat
+from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import Document, PythonSource
 from selfspec.data.tasks import EDITS, LINES, MOST, TASKS, Instruction, Pool, pool
 

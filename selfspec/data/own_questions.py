@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.chat import Chat, ChatTemplate
+from selfspec.data.chat import Chat
+from selfspec.data.chat_template import ChatTemplate
 
 _MARKS = ("first question", "first answer", "second question")  # that a template is tried out with
 _LETTERS = 8  # that a question has at least

@@ -16,7 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.chat import Chat, ChatTemplate, without_nulls
+from selfspec.data.chat import Chat, without_nulls
+from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import Document
 from selfspec.data.cut_prompts import cut_prompts, sample_prompts
 from selfspec.data.execution import Solves, check_of, is_problem

@@ -18,10 +18,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from selfspec.data.chat import Chat, ChatTemplate
+from selfspec.data.chat import Chat
+from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import Document
+from selfspec.data.documents import Broken, Records
 from selfspec.data.own_questions import Template, answer_temperature, usable
-from selfspec.data.records import Broken, Records
 from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import Figures, cache_folder, disk_room, write_text
 from selfspec.utils.openai_client import Refused, Servers, first_choice, server_urls

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
-from selfspec.data.records import Broken, Records
+from selfspec.data.documents import Broken, Records
 from selfspec.utils.errors import visible
 from selfspec.utils.files import disk_room, read_json
 from selfspec.utils.progress import progress

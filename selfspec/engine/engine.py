@@ -10,27 +10,22 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.engine import disk
 from selfspec.engine.capture import Captured, devices_of, mapped, modules_in
-from selfspec.engine.fit import file_name, key
-from selfspec.engine.kernels.native import has_compiler
+from selfspec.engine.fit import bucket, file_name, holds, key
+from selfspec.engine.kernels.fastest import measured
 from selfspec.engine.kernels.redirect import redirected
-from selfspec.engine.kernels.weights import freeze, laid_out_bytes, measured
+from selfspec.engine.kernels.weights import freeze, laid_out_bytes
 from selfspec.engine.layers import compiled_once
-from selfspec.utils.files import cache_folder
 
-R = TypeVar("R")
-ENGINES = ("auto", "eager", "compiled")
-ROOM = 2**15  # entries of Python's stack that compiled code, one local for each tensor, takes at most
 _SLOW = 5.0  # Seconds; compiling that takes longer is reported.
-LATER = 20.0  # Seconds of passes that are not compiled before a thread compiles them: about what that takes
 
 
 @dataclass(eq=False)
@@ -93,7 +88,7 @@ class Engine:
 
     @property
     def kernels(self) -> dict[str, Any]:
-        """products: what was measured of each and chosen (see `weights.measure`); bytes: of weights laid out for it."""
+        """products: what was measured of each and chosen (see `fastest.measure`); bytes: of weights laid out for it."""
         return {"products": measured(), "bytes": laid_out_bytes()}
 
     def size(self, count: int, most: int | None = None) -> int:
@@ -267,8 +262,8 @@ class Engine:
         """Drop what was compiled for modules that are no longer used."""
         gone = {id(module) for module in modules}
         with self._lock:
-            self.compiled = {known: code for known, code in self.compiled.items() if not _holds(known, gone)}
-            self._absent = {known for known in self._absent if not _holds(known, gone)}
+            self.compiled = {known: code for known, code in self.compiled.items() if not holds(known, gone)}
+            self._absent = {known for known in self._absent if not holds(known, gone)}
 
 
 _engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
@@ -278,7 +273,7 @@ def replaced_weights(module: nn.Module) -> None:
     """A module has other tensors than before: graphs that were captured over them are not replayed."""
     for engine in list(_engines.values()):
         for known, code in list(engine.compiled.items()):
-            if isinstance(code, Captured) and _holds(known, {id(module)}):
+            if isinstance(code, Captured) and holds(known, {id(module)}):
                 code.weights = None
 
 
@@ -300,82 +295,3 @@ def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any,
         return function(*args), "of the library" if modules else ""
     with kernels:
         return function(*args), ", ".join(sorted(kernels.varying))
-
-
-def with_room(function: Callable[..., R], *args: Any) -> R:
-    """function(*args), with room for the frames below it in one piece. Compiled code has one local for each tensor and
-    hundreds of calls. Python maps and unmaps memory at every call out of a frame that ends where a piece of its stack
-    does, which it may do by chance."""
-    return function(*args)
-
-
-with_room.__code__ = with_room.__code__.replace(co_stacksize=ROOM)
-
-
-def engine_for(name: str, device: torch.device) -> Engine:
-    """The engine of this name. Raises ValueError for an unknown one, and for compiled where nothing can compile."""
-    if chosen(name, device.type) == "eager":
-        return Engine()
-    _check_compiling(device.type)
-    _say_sleeping(device.type)
-    waits = name == "auto" and device.type == "cpu" and os.environ.get("SELFSPEC_ENGINE", "auto") in ("", "auto")
-    return Engine("inductor", cache_folder() / "compiled", later=LATER if waits else 0.0)
-
-
-@cache
-def _say_sleeping(device: str) -> None:
-    """Say once that OMP_WAIT_POLICY=passive makes threads sleep between the hundreds of products of a pass
-    (notebooks/LOG.md)."""
-    asked = os.environ.get("OMP_WAIT_POLICY", "")
-    if device == "cpu" and asked.lower() == "passive" and torch.get_num_threads() > 1:
-        print(
-            f"OMP_WAIT_POLICY={asked}: threads sleep between products. With no other program running, a pass takes up "
-            "to 1.4 times as long",
-            file=sys.stderr,
-        )
-
-
-def chosen(name: str, device: str) -> str:
-    """eager or compiled. auto is what the environment's SELFSPEC_ENGINE says, else compiled where that can be, and
-    eager with a line where it can not. Raises ValueError for an unknown name."""
-    if name == "auto" and (name := os.environ.get("SELFSPEC_ENGINE") or "auto") not in ENGINES:
-        raise ValueError(f"SELFSPEC_ENGINE={name!r} in the environment must be one of {', '.join(ENGINES)}")
-    check_engine(name)
-    if name != "auto":
-        return name
-    try:
-        _check_compiling(device)
-    except ValueError as error:
-        print(f"passes run eagerly: {error}", file=sys.stderr)
-        return "eager"
-    return "compiled"
-
-
-def _check_compiling(device: str) -> None:
-    """Raises ValueError where nothing can compile. device: its type."""
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"engine=compiled serves CPUs and CUDA devices, not {device}; take engine=eager")
-    if device == "cpu" and not has_compiler():
-        raise ValueError(
-            "engine=compiled needs a C++ compiler, and there is none; install one (the package g++ of Debian and "
-            "Ubuntu, gcc-c++ of Fedora, clang of conda-forge; CXX names another), or take engine=eager"
-        )
-
-
-def check_engine(name: str) -> None:
-    """Raises ValueError for an unknown engine."""
-    if name not in ENGINES:
-        raise ValueError(f"engine={name!r} must be one of {', '.join(ENGINES)}")
-
-
-def bucket(count: int, smallest: int = 1) -> int:
-    """The least power of two, times `smallest`, that is at least `count`."""
-    size = smallest
-    while size < count:
-        size *= 2
-    return size
-
-
-def _holds(known: Any, gone: set[int]) -> bool:
-    """Whether a key of compiled code is one of these objects, or has one inside."""
-    return id(known) in gone or (isinstance(known, tuple) and any(_holds(part, gone) for part in known))

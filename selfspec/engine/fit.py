@@ -118,3 +118,16 @@ def structure(module: nn.Module) -> str:
 
 def _plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_plain, value)))
+
+
+def bucket(count: int, smallest: int = 1) -> int:
+    """The least power of two, times `smallest`, that is at least `count`."""
+    size = smallest
+    while size < count:
+        size *= 2
+    return size
+
+
+def holds(known: Any, gone: set[int]) -> bool:
+    """Whether a key of compiled code is one of these objects, or has one inside."""
+    return id(known) in gone or (isinstance(known, tuple) and any(holds(part, gone) for part in known))

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.budget.predict import fastest, speedup
 from selfspec.core.contract import MaskSlots
-from selfspec.core.generate import Result, speculative_steps
+from selfspec.core.generate import Result, speculative_steps, with_room
 from selfspec.core.options import Options
 from selfspec.core.quantized import Int8Linear
 from selfspec.core.rows import MAX_NODES, clock
@@ -27,7 +27,6 @@ from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import WalkNoise, read_walk
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.static_tree import static_tree
-from selfspec.engine.engine import with_room
 from selfspec.utils.checks import at_least, not_empty
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ _UNTOLD = ("name", "logger", "wandb", "trust_code", "data/root", "decode/answers
 
 def varying(points: Sequence[Figures]) -> list[str]:
     """The keys of their configs in which points differ, joined by `/`."""
-    configs = [_leaves(point) for point in points]
+    configs = [leaves_of(point) for point in points]
     keys = [key for config in configs for key in config]
     return [key for key in dict.fromkeys(keys) if len({str(config.get(key)) for config in configs}) > 1]
 
@@ -77,7 +76,7 @@ def labelled(points: Sequence[Figures], keys: Sequence[str] | None = None) -> No
     named = {
         key: name if last.count(name) == 1 else key.replace("/", ".") for key, name in zip(keys, last, strict=True)
     }
-    configs = [_leaves(point) for point in points]
+    configs = [leaves_of(point) for point in points]
     shown = {key: _shown(key, [config.get(key) for config in configs]) for key in named}
     for i, (point, config) in enumerate(zip(points, configs, strict=True)):
         values = {key: values_of[i] for key, values_of in shown.items()}
@@ -85,7 +84,7 @@ def labelled(points: Sequence[Figures], keys: Sequence[str] | None = None) -> No
         point["label"] = visible(" ".join(parts) or _short("drafter", config.get("drafter")))
 
 
-def _leaves(point: Figures) -> Figures:
+def leaves_of(point: Figures) -> Figures:
     """A point's config without nesting; a list is one value."""
     leaves: Figures = {}
     for key, value in flat(point["config"]):
@@ -207,82 +206,6 @@ def _label(point: Figures) -> str:
     beside = "" if exact is None else f" (exact {exact:.2f})"
     altered = f"{100 * lossy['altered']:.1f}% of tokens altered"
     return f"{point['label']}, LOSSY {rule}: {altered}, log p per token {lossy['log_prob_speculative']:.2f}{beside}"
-
-
-# -- two runs
-
-
-def agreement(one: Path, other: Path) -> list[Figures]:
-    """Speedups over plain decoding that two runs both measured, sweeps of eval/decode.py or comparisons: `same` where
-    their intervals overlap. Raises ValueError where they have none in common."""
-    if one.resolve() == other.resolve():
-        raise ValueError(f"sweep and against are the same folder, {one}; give two runs")
-    first, second = _ratios(one, other), _ratios(other, one)
-    for folder, ratios in ((one, first), (other, second)):
-        if not ratios:
-            raise ValueError(f"{folder} holds no finished run with a speedup over plain decoding")
-    pairs = []
-    for name in (name for name in first if name in second):
-        a, b = first[name], second[name]
-        if not math.isnan(a["low"] + b["low"]):  # of a single question there is no interval
-            pairs.append({"name": name, "one": a, "other": b, "same": a["low"] <= b["high"] and b["low"] <= a["high"]})
-    if not pairs:
-        raise ValueError(f"{one} and {other} have no measurement in common")
-    return pairs
-
-
-def differences(one: Path, other: Path) -> list[str]:
-    """Settings that two runs do not share, though neither varies them: `key: value / value`."""
-    configs = []
-    for folder in (one, other):
-        whole = folder / "compare.json"
-        points = [read_json(whole)] if whole.is_file() else read_points(folder)[0]
-        leaves = [{(key, str(value)) for key, value in _leaves(point).items()} for point in points]
-        fixed = set.intersection(*leaves) if leaves else set()
-        configs.append(dict(fixed))
-    first, second = configs
-    keys = sorted(key for key in first.keys() & second.keys() if first[key] != second[key] and key not in _REPORTS)
-    return [f"{key.replace('/', '.')}: {first[key]} / {second[key]}" for key in keys]
-
-
-# Keys of what is reported and extended, not of what is measured
-_REPORTS = {f"compare/{key}" for key in ("results", "summary", "drafters", "nodes", "temperatures", "methods")}
-_REPORTS |= {f"decode/{key}" for key in ("columns", "metrics", "traces", "answers")}
-
-
-def _ratios(folder: Path, beside: Path) -> dict[str, Figures]:
-    """Speedups with intervals by what they are of, in words that the run `beside` shares."""
-    comparison = folder / "compare.json"
-    if comparison.is_file():
-        try:
-            return dict(_compared(read_json(comparison)["rows"]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{comparison} is no whole comparison ({error!r}); run its eval/compare.py again"
-            ) from error
-    points, broken = read_points(folder)
-    for path, why in broken:
-        print(f"skipped {path}: {why}")
-    if not (beside / "compare.json").is_file():
-        others = read_points(beside)[0]
-        keys = [*varying(points), *varying(others)]
-        labelled(points, list(dict.fromkeys(keys)) or ["drafter", "tree/nodes"])
-    ratios: dict[str, Figures] = {}
-    for point in (p for p in points if "autoregressive" in p["speedup"]):
-        if point["label"] in ratios:
-            raise ValueError(
-                f"{folder} holds two points of the label {point['label']!r}; compare one sweep with another"
-            )
-        ratios[point["label"]] = point["speedup"]["autoregressive"]
-    return ratios
-
-
-def _compared(rows: list[Figures]) -> Iterator[tuple[str, Figures]]:
-    for row in rows:
-        name = f"{row['arm']} {row['nodes']} T={row['T']:g}"
-        yield name, row["speedup"]
-        for group, part in row["groups"].items():
-            yield f"{name}, {group}", part["speedup"]
 
 
 # -- answer files

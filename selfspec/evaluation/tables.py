@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
 from selfspec.evaluation.figures import PARTS, against, grouped, interval
-from selfspec.evaluation.records import Record, ours
+from selfspec.evaluation.records import ours
 from selfspec.utils.files import Figures, mean, shown
 
 
@@ -27,7 +26,6 @@ def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
 # (`selfspec.evaluation.compare.summarize_comparison`). What was not measured has no key.
 
 Cell = Callable[[Figures], str]
-Column = Callable[[Figures, list[Record]], object]  # of another package, see `own_columns`
 _DEPTHS = 8  # that a table shows
 
 
@@ -97,23 +95,6 @@ def table(rows: Sequence[Figures], brief: bool = False) -> str:
     added = dict.fromkeys(name for row in rows for name in row.get("columns", {}))
     columns = [column for column in COLUMNS if not brief or column[0] in BRIEF]
     return _table(rows, [*columns, *((name, lambda row, name=name: row["columns"][name]) for name in added)])
-
-
-def own_columns(paths: list[str]) -> dict[str, Column]:
-    """Functions of other packages, `package.module.function`, by their names. Raises ValueError for what is none."""
-    columns = {}
-    for path in paths:
-        if path == "all":
-            continue
-        module, _, name = path.rpartition(".")
-        try:
-            column = getattr(importlib.import_module(module), name, None) if module else None
-        except Exception as error:  # whatever a module of another package does
-            raise ValueError(f"decode.columns: {path}: {module} can not be imported ({error!r})") from error
-        if not callable(column):
-            raise ValueError(f"decode.columns: {path!r} is no function; give package.module.function")
-        columns[name] = column
-    return columns
 
 
 def groups_table(rows: Sequence[Figures]) -> str:

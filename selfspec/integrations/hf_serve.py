@@ -79,7 +79,7 @@ def _generated(model: PreTrainedModel, inputs: Tensor | None, arguments: dict[st
     with _OPENING:
         cached: _Kept | None = vars(model).get("_selfspec")
         # A copy of the model has the original's; one that was cast or moved since needs another
-        if cached is None or cached.spec.target.model is not model or cached.spec.target.changed:
+        if cached is None or cached.spec.target.model is not model or cached.spec.target.changes.moved:
             cached = _opened(model)
             vars(model)["_selfspec"] = cached
     for name in ("custom_generate", "trust_remote_code"):  # which led here

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.core.support import layer_stack
 from selfspec.data import chat
+from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import Document
 from selfspec.data.instructions import conversations, instructions
 from selfspec.data.packing import Packed
@@ -247,7 +248,7 @@ def instruct(
         model.generation_config.eos_token_id = ends
     groups = list(TASKS)
     training_set = instructions(pool(train, "train"), groups, config.count, loop.seed)
-    template = chat.ChatTemplate(tokenizer)
+    template = ChatTemplate(tokenizer)
     talks = tokenize(conversations(training_set, template, loop.seed), tokenizer)
     source = tokenize(train, tokenizer)
     if len(source.tokens) <= config.length:

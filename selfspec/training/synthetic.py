@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -27,7 +28,7 @@ from selfspec.core.options import end_tokens, integer
 from selfspec.core.quantized import has_kernel, quantize
 from selfspec.core.support import view
 from selfspec.core.target import Target
-from selfspec.data.chat import ChatTemplate
+from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import PythonSource
 from selfspec.data.instructions import edits
 from selfspec.data.own_questions import Template, answer_temperature, first_paragraph, usable
@@ -57,8 +58,8 @@ class Synthetic:
     `data.tasks.edits`); paragraph: whether a question ends with its first paragraph where that leaves nothing open, for
     models that go on to answer in the same breath; sampled: share of conversations answered at temperature 1, the
     others greedily; batch: conversations held at once; int8: whether the target's weights are quantized while it
-    writes, for speed (see `selfspec.core.quantized`); validation_share: of the conversations; chat_template_kwargs:
-    arguments of the chat template, such as enable_thinking; folder: where they are kept (None: in the cache folder)."""
+    writes; validation_share: of the conversations; chat_template_kwargs: arguments of the chat template; folder: where
+    they are kept (None: in the cache folder)."""
 
     questions: ClassVar[str] = "source"
     conversations: int = 4096
@@ -119,7 +120,8 @@ def synthetic(config: Synthetic, target: Target, tokenizer: Tokenizer) -> tuple[
     folder, settings = _place(config, target, tokenizer, template, f"{identity} target={target_hash(target)}", writer)
     folder.mkdir(parents=True, exist_ok=True)
     chunks = range(0, config.conversations, _CHUNK)
-    known = {first: read(_file(folder, first), settings, _FIELDS) for first in chunks}
+    file_of = {first: folder / f"{first:06d}.safetensors" for first in chunks}
+    known = {first: read(file_of[first], settings, _FIELDS) for first in chunks}
     missing = [first for first in chunks[part::processes] if known[first] is None]
     numbers = [i for first in missing for i in range(first, first + _CHUNK)]  # whole chunks, whatever is read of them
     new, start, parts = 0, time.perf_counter(), defaultdict[int, list[Conversation]](list)
@@ -132,13 +134,15 @@ def synthetic(config: Synthetic, target: Target, tokenizer: Tokenizer) -> tuple[
             bar.set_postfix({"answers": f"{new} tokens", "rate": f"{rate:.0f}/s"}, refresh=False)
             bar.update()
             if len(parts[first]) == _CHUNK:
-                write(_file(folder, first), settings, _packed(parts.pop(first)))
+                write(file_of[first], settings, _packed(parts.pop(first)))
     shard.wait()
     conversations = []
     for first in chunks:
-        chunk = known[first] or read(_file(folder, first), settings, _FIELDS)
+        chunk = known[first] or read(file_of[first], settings, _FIELDS)
         assert chunk is not None, "each process has written its share"
-        conversations += _split(chunk, config.conversations - first)
+        sizes = chunk["sizes"].tolist()
+        pairs = zip(chunk["tokens"].split(sizes), chunk["mask"].split(sizes), strict=True)
+        conversations += [pair for pair in islice(pairs, config.conversations - first) if len(pair[0])]
     train, validation = _divided(conversations, len(template.opening), config.validation_share, beginning(tokenizer))
     if not quiet:
         _card(folder, config, target, tokenizer, train, validation)
@@ -177,10 +181,6 @@ def _check_positions(config: Synthetic, target: Target, longest: int) -> None:
             f"{longest}, more than the target's {target.max_positions} positions; lower data.turns or data.new_tokens"
             + (f", or set data.edits={config.edits} to 0" if config.edits else "")
         )
-
-
-def _file(folder: Path, first: int) -> Path:
-    return folder / f"{first:06d}.safetensors"
 
 
 def _writer(target: Target, int8: bool) -> Target:
@@ -235,7 +235,7 @@ def _longest(config: Synthetic, template: Template, words: list[list[int]]) -> i
 
 def _packed(conversations: list[Conversation]) -> dict[str, Tensor]:
     """Tokens and loss mask of conversations one after another, by their numbers, and the size of each."""
-    everyone = sorted(conversations, key=lambda each: each.number)
+    everyone = sorted(conversations, key=attrgetter("number"))
     tokens = torch.tensor([token for one in everyone for token in one.tokens], dtype=torch.int32)
     mask = torch.tensor([counts for one in everyone for counts in one.mask], dtype=torch.bool)
     return {"tokens": tokens, "mask": mask, "sizes": torch.tensor([len(one.tokens) for one in everyone])}
@@ -253,13 +253,6 @@ def _edits(config: Synthetic, tokenizer: Tokenizer) -> list[list[int]]:
 def _ids(config: Synthetic, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of the words that first questions begin with."""
     return [list(tokenizer(words, add_special_tokens=False)["input_ids"]) for words in config.openings]
-
-
-def _split(chunk: dict[str, Tensor], most: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and loss mask of a chunk's first `most` conversations, without those that are empty."""
-    sizes = chunk["sizes"].tolist()
-    pairs = zip(chunk["tokens"].split(sizes), chunk["mask"].split(sizes), strict=True)
-    return [(tokens, mask) for tokens, mask in islice(pairs, most) if len(tokens)]
 
 
 def _divided(
@@ -292,16 +285,10 @@ def _card(
 ) -> None:
     """Say what was made, in words and on disk."""
     count = len(train.is_chat) + len(validation.is_chat)
-    figures: Figures = {
-        "target": target.name,
-        "weights_hash": target_hash(target),
-        "begun": config.conversations,
-        "usable": count,
-        "tokens": len(train.tokens) + len(validation.tokens),
-        "of_answers": train.counted + validation.counted,
-        "settings": asdict(config),
-        "first": [tokenizer.decode(train.document(i).tokens) for i in range(min(3, len(train.is_chat)))],
-    }
+    figures: Figures = {"target": target.name, "weights_hash": target_hash(target), "begun": config.conversations}
+    figures |= {"usable": count, "tokens": len(train.tokens) + len(validation.tokens)}
+    figures |= {"of_answers": train.counted + validation.counted, "settings": asdict(config)}
+    figures["first"] = [tokenizer.decode(train.document(i).tokens) for i in range(min(3, len(train.is_chat)))]
     write_text(folder / "card.json", json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
     print(
         f"{count} of {config.conversations} conversations are usable, {figures['of_answers']} tokens of answers; "

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from selfspec.engine.kernels.fastest import Kernel, pages
 from selfspec.engine.kernels.native import binding, has_avx512, has_compiler, served
-from selfspec.engine.kernels.weights import Kernel, fix, pages
+from selfspec.engine.kernels.weights import fix
 
 GROUP, LANES = 32, 16  # inputs that share a scale, and outputs of a panel; see int8.cpp
 

@@ -1,0 +1,88 @@
+"""What was done to a model after it was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.core.quantized import Int8Linear
+
+# Of PEFT's layers: what a view copies, and which adapters are in the weights
+_ADAPTER_STATE, _MERGED = ("_disable_adapters", "_active_adapter", "scaling"), "merged_adapters"
+
+
+class Changes:
+    """A model as it was loaded, and as `update` last saw it. int8: whether some of its linear maps multiply in 8
+    bits."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.int8 = model, _in_8_bits(model)
+        self._loaded, self._structure = self._head(), self._structure_now()
+
+    def _head(self) -> tuple[object, ...]:
+        weight = next(self.model.get_output_embeddings().parameters())
+        return weight.dtype, weight.device, list(weight.shape)
+
+    def _structure_now(self) -> list[object]:
+        """What views of the model copy."""
+        parts: list[object] = [self.model.config.get_text_config()._attn_implementation]
+        for m in self.model.modules():
+            parts += [id(m), *m._forward_hooks, *m._forward_pre_hooks, vars(m).get("forward")]
+            tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+            parts += [(id(t), t.dtype, t.device, t.shape, _address(t)) for t in tensors]
+            parts += [str(vars(m).get(name, "")) for name in _ADAPTER_STATE]
+            parts += [(_MERGED, str(vars(m).get(_MERGED, "")))]
+        return parts
+
+    @property
+    def moved(self) -> bool:
+        """Whether the model was cast, moved or resized since it was loaded."""
+        return self._head() != self._loaded
+
+    def check(self) -> None:
+        """Raises ValueError where the model was cast, moved, resized or set to training after it was loaded."""
+        if self.model.training:
+            raise ValueError(
+                "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
+            )
+        dtype, device, _ = now = self._head()
+        assert isinstance(device, torch.device)
+        known = torch.amp.is_autocast_available(device.type)
+        if known and torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
+            raise ValueError(
+                "torch.autocast is on, under which keys and values have another dtype than the KV cache; leave it, and "
+                "load the target in the dtype that you want"
+            )
+        if self.moved:
+            raise ValueError(
+                f"target.model was changed after loading: its lm_head was {self._loaded}, it is {now} "
+                "(dtype, device, shape); cast, move or resize a model first and load it then: "
+                "selfspec.load(..., target=model)"
+            )
+
+    def update(self, refuse: Callable[[PreTrainedModel], None]) -> tuple[bool, bool]:
+        """Whether what views copy differs from what was seen last, and whether adapters were merged or taken out since.
+        Raises ValueError where linear maps went to 8 bits or back, and what `refuse` raises of the changed model."""
+        if (now := self._structure_now()) == self._structure:
+            return False, False
+        refuse(self.model)
+        if self.int8 != _in_8_bits(self.model):
+            raise ValueError(
+                f"target.model was changed after loading: its linear maps {'no longer ' * self.int8}multiply in 8 "
+                "bits; load it anew: selfspec.load(..., target=model)"
+            )
+        before, after = ([p for p in s if isinstance(p, tuple) and p[0] == _MERGED] for s in (self._structure, now))
+        self._structure = now
+        return True, before != after
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a plain tensor lies: `.data` can be given another place."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+
+
+def _in_8_bits(model: PreTrainedModel) -> bool:
+    return any(isinstance(part, Int8Linear) for part in model.modules())
