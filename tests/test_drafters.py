@@ -32,10 +32,10 @@ from selfspec.drafters.mtp import Mtp
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.training.calibrate import TEMPERATURES, calibrate, write_samples
+from selfspec.training.checkpoint import warm_start
 from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.loop import average
 from selfspec.training.loop_config import LoopConfig
-from selfspec.training.state import warm_start
 from selfspec.training.step import optimizer_step
 
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60, 59]]

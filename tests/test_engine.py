@@ -17,7 +17,7 @@ from test_drafters import row as row  # a fixture: every drafter of the contract
 from torch import Tensor, nn
 
 import selfspec
-import selfspec.engine.fit as fit
+import selfspec.engine.keys as fit
 from selfspec.cli import terminal
 from selfspec.cli.config import EvalRun
 from selfspec.cli.evaluation_runs import _loaded
@@ -37,8 +37,8 @@ from selfspec.engine import disk
 from selfspec.engine import engine as engines
 from selfspec.engine.choose import LATER, engine_for
 from selfspec.engine.engine import Engine
-from selfspec.engine.fit import bucket, structure
 from selfspec.engine.kernels.native import has_compiler
+from selfspec.engine.keys import bucket, structure
 from selfspec.engine.layers import compiled_once
 from selfspec.utils.exactness import EXACT, ROUNDED, TESTED
 
@@ -326,7 +326,7 @@ def test_names_of_compiled_code_are_the_same_in_every_process(small):
     assert structure(other) != structure(small)
     program = """
 import torch, functools
-from selfspec.engine.fit import file_name
+from selfspec.engine.keys import file_name
 from selfspec.drafters.parts.unrolled import layers_tree
 args = layers_tree, torch.nn.Linear(2, 2), [torch.ones(3)], {"x": (1, None)}, functools.partial(max, 1)
 name = file_name(layers_tree, args, "inductor")

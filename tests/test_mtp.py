@@ -26,7 +26,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.mtp import Mtp, MtpConfig
 from selfspec.drafters.parts import feature_cache
 from selfspec.integrations.export import export
-from selfspec.training.state import warm_start
+from selfspec.training.checkpoint import warm_start
 
 TEXT = torch.tensor([[5, 9, 2, 7, 11, 3, 8, 30, 1, 4]])
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12]]

@@ -40,10 +40,10 @@ from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, rows_of
 from selfspec.training import resources
 from selfspec.training.check import config_warnings
+from selfspec.training.checkpoint import State
 from selfspec.training.distill import DistillConfig
 from selfspec.training.drafter_data import DrafterTraining
 from selfspec.training.loop_config import LoopConfig
-from selfspec.training.state import State
 from selfspec.utils import errors as log
 from selfspec.utils import progress
 from selfspec.utils.files import append_text, cache_folder

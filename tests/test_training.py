@@ -24,17 +24,17 @@ from selfspec.data.corpus import Document
 from selfspec.data.store import joined, tokenize
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts.losses import decayed, masked_mean
+from selfspec.training import checkpoint as state_module
 from selfspec.training import hidden as hidden_module
 from selfspec.training import shard
-from selfspec.training import state as state_module
 from selfspec.training import train_drafter as drafter_module
+from selfspec.training.checkpoint import Checkpoint
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.drafter_data import DrafterTraining, validation_rows
 from selfspec.training.hidden import HiddenStates
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line
-from selfspec.training.state import Checkpoint
 from selfspec.utils.files import atomic
 
 SMALL = ["drafter.heads=3", "drafter.rank=4", "train.length=48", "train.prompts=4", "train.prompt_tokens=8"]

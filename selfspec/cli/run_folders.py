@@ -13,8 +13,8 @@ from typing import TypeVar
 from omegaconf import DictConfig, OmegaConf
 
 from selfspec.checkpoints.drafter_folder import RENAMED
+from selfspec.training.checkpoint import saved_config
 from selfspec.training.loop_config import LoopConfig
-from selfspec.training.state import saved_config
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import ORIGIN, Figures, is_main_process, write_text
 from selfspec.utils.tracking import flat, whole_lines

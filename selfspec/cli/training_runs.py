@@ -31,13 +31,13 @@ from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.registry import build, try_out
 from selfspec.training import shard
 from selfspec.training.check import check, check_training, check_unwritten
+from selfspec.training.checkpoint import warm_start
 from selfspec.training.distill import distill
 from selfspec.training.draft_loss import needs_layers, try_training
 from selfspec.training.drafter_data import states_of, texts_folder
 from selfspec.training.loop import checkpoint_path
 from selfspec.training.pretrain import check_second_stage, instruct, pretrain
 from selfspec.training.resources import bfloat16_is_faster
-from selfspec.training.state import warm_start
 from selfspec.training.states_server import SERVER
 from selfspec.training.synthetic import Synthetic, synthetic
 from selfspec.training.train_drafter import DrafterRun, train_drafter

@@ -13,7 +13,7 @@ from selfspec.core.pass_cache import KV, Buffer, Buffers, places_of
 from selfspec.core.recurrent.mixers import LayerState, replayed
 from selfspec.core.verify import Kept
 from selfspec.engine.engine import Engine
-from selfspec.engine.fit import bucket
+from selfspec.engine.keys import bucket
 
 SMALLEST, COMPILED = 256, 1024  # entries of the smallest buffer, and in compiled passes: each size is compiled
 STEP = 64  # eager passes attend over the filled entries, rounded up to a multiple of this

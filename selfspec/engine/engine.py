@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from selfspec.engine import disk
 from selfspec.engine.capture import Captured, devices_of, mapped, modules_in
-from selfspec.engine.fit import bucket, file_name, holds, key
 from selfspec.engine.kernels.fastest import measured
 from selfspec.engine.kernels.redirect import redirected
 from selfspec.engine.kernels.weights import freeze, laid_out_bytes
+from selfspec.engine.keys import bucket, file_name, holds, key
 from selfspec.engine.layers import compiled_once
 
 _SLOW = 5.0  # Seconds; compiling that takes longer is reported.
@@ -33,13 +33,13 @@ class Engine:
     """Runs functions as they are (backend None), or compiled by torch.compile with full graphs and static shapes.
 
     Every combination of a function, the modules it is given and the layouts of its tensors has a compiled function of
-    its own, so torch never compiles one again and a call checks no guards (see `selfspec.engine.fit`). On CUDA devices
+    its own, so torch never compiles one again and a call checks no guards (see `selfspec.engine.keys`). On CUDA devices
     it is then captured as a graph (`selfspec.engine.capture`). Weights are inputs of the compiled code, not constants:
     what is trained later is seen. Arguments are tensors, modules, functions, numbers, None, and lists, tuples and dicts
     of them. Tensors that the function writes to stand in lists.
 
     backend: torch.compile's; folder: where compiled code is kept for the next process (None: nowhere); compiled:
-    functions by `fit.key`; made: (what, seconds, "compiled", "read" or "not compiled") in the order of time; failed:
+    functions by `keys.key`; made: (what, seconds, "compiled", "read" or "not compiled") in the order of time; failed:
     the reason for each function that runs as it is instead; varying: for each function whose rows may depend on how
     many there are, the operations by which they do; busy: seconds spent in functions, by name; later: seconds that a
     function runs as it is before a thread compiles it (0: its first call does); waited: calls that ran before

@@ -15,10 +15,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from selfspec.training import shard
+from selfspec.training.checkpoint import Checkpoint, State, checkpoint_path
 from selfspec.training.loop_config import Batches, LoopConfig
 from selfspec.training.resources import crowd
 from selfspec.training.signals import Interrupted, Signals
-from selfspec.training.state import Checkpoint, State, checkpoint_path
 from selfspec.training.step import autocast, optimizer_step
 from selfspec.utils.errors import command_line
 from selfspec.utils.files import Figures, shown
