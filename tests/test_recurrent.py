@@ -209,11 +209,11 @@ def test_prompts_longer_than_a_piece_are_one_text(name):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["Falcon-H1", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Qwen3.5", "LFM2"))])
+@pytest.mark.parametrize("name", ["Qwen3.5", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Falcon-H1", "LFM2"))])
 @pytest.mark.parametrize("drafts", ["exits", pytest.param("heads", marks=pytest.mark.slow)])
 def test_compiled_text_is_eager_text(name, backend, drafts):
     target = Target(build(name, dtype=torch.float32))
-    options, prompts = Options(12, Sampling(1.0), seed=5), PROMPTS[:2]
+    options, prompts = Options(12, Sampling(1.0), seed=5), PROMPTS[: 2 if drafts == "heads" else 1]
     plain = autoregressive(target, prompts, options).token_ids
     target.engine = Engine(backend, quiet=True)
     if drafts == "heads":

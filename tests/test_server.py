@@ -195,7 +195,7 @@ def test_its_own_questions(pair, fake, tmp_path, monkeypatch):
     asked = [record["messages"][0]["content"] for _, record in data.records()]
     assert [question.startswith("Write") for question in asked] == [True, False, True]
     fake.finish = "length"
-    again = {"source": None, "conversations": 2, "errors": 0, "seed": 1}
+    again = {"source": None, "conversations": 2, "errors": 0, "seed": 1, "question_tokens": 6}
     refused("holds answers of other settings", asking(pair, fake, tmp_path, **again).write)
     endless = asking(pair, fake, tmp_path / "other", **again)
     refused("came out empty or endless", endless.write)
