@@ -9,10 +9,10 @@ import torch
 from conftest import refused, write_lines
 from tokenizers.processors import TemplateProcessing
 
-from selfspec.data import records as records_file
 from selfspec.data.chat import Chat
 from selfspec.data.corpus import EVALUATION, VALIDATION, Document, PythonSource, TextFolder
 from selfspec.data.cut_prompts import cut_prompts
+from selfspec.data.documents import _digest
 from selfspec.data.packing import Packed
 from selfspec.data.records import Hub, JsonLines, Parquet, files_of
 from selfspec.data.store import beginning, stored, tokenize
@@ -114,12 +114,12 @@ def test_answers_to_one_question_fall_on_one_side(tokenizer, tmp_path):
         one, other = (set[str](), set[str]())
         for line in lines:
             asked = json.dumps(line["messages"][0] if "messages" in line else line["input_ids"][:9])
-            (one if records_file._digest(line) < 0.5 else other).add(asked)
+            (one if _digest(line) < 0.5 else other).add(asked)
         assert one
         assert other
         assert not one & other
     plain = [{"input_ids": [0, i, i], "loss_mask": [0, 1, 1]} for i in range(12)]  # of texts, behind a BOS
-    assert len({records_file._digest(line) for line in plain}) == 12
+    assert len({_digest(line) for line in plain}) == 12
 
 
 def test_a_file_counts_once(tmp_path, monkeypatch):

@@ -33,8 +33,7 @@ from selfspec.drafters.feature import Feature
 from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
-from selfspec.engine import disk
-from selfspec.engine import engine as engines
+from selfspec.engine import choose, disk
 from selfspec.engine.choose import LATER, engine_for
 from selfspec.engine.engine import Engine
 from selfspec.engine.kernels.native import has_compiler
@@ -454,11 +453,11 @@ def test_threads_that_sleep_are_named(monkeypatch, capsys):
     for policy, threads, said in (("active", 2, 0), ("passive", 1, 0), ("PASSIVE", 2, 1)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-        engines._say_sleeping.cache_clear()
+        choose._say_sleeping.cache_clear()
         for _ in range(2):
             engine_for("compiled", torch.device("cpu"))
         assert capsys.readouterr().err.count("threads sleep") == said, policy
-    engines._say_sleeping.cache_clear()
+    choose._say_sleeping.cache_clear()
 
 
 def test_without_a_compiler_the_package_to_install_is_named(monkeypatch, request, capsys):
@@ -629,7 +628,7 @@ def test_what_a_thread_can_not_compile_runs_as_it_is(monkeypatch):
 def test_only_auto_waits(monkeypatch):
     """Whoever asks for compiled passes gets them at once, as do measurements."""
     monkeypatch.delenv("SELFSPEC_ENGINE", raising=False)
-    monkeypatch.setattr(engines, "_check_compiling", lambda device: None)
+    monkeypatch.setattr(choose, "_check_compiling", lambda device: None)
     assert engine_for("auto", torch.device("cpu")).later == LATER
     assert engine_for("compiled", torch.device("cpu")).later == 0
     monkeypatch.setenv("SELFSPEC_ENGINE", "compiled")

@@ -241,16 +241,18 @@ def test_two_runs_are_set_beside_each_other(tmp_path, capsys):
         return {"config": config, "arms": {}, "identical": {}, "speedup": {"autoregressive": ratio}}
 
     for run, points in (
-        ("a", [point("x", 1.0, 1.2), point("y", 1.0, 1.1), point("only", 1.0, 1.1)]),
-        ("b", [point("x", 1.1, 1.3), point("y", 1.2, 1.4)]),
+        ("a", [point("x", 1.0, 1.2), point("p/y", 1.0, 1.1), point("only", 1.0, 1.1)]),
+        ("b", [point("x", 1.1, 1.3), point("q/y", 1.2, 1.4)]),
     ):
         for i, own in enumerate(points):
             (tmp_path / run / str(i)).mkdir(parents=True)
             write_point(tmp_path / run / str(i), own, [])
     run_report(compose_config("report", f"sweep={tmp_path}/a", f"against={tmp_path}/b"))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[4].strip() for line in lines[2:4]] == ["same", "DIFFERS"]
-    assert "1 of 2 speedups have overlapping intervals (50%)" in lines[-1]
+    assert lines[0] == f"only in {tmp_path}/a: only"
+    assert [line.split("|")[4].strip() for line in lines[3:5]] == ["same", "DIFFERS"]
+    assert "1 of 2 speedups have overlapping intervals (50%)" in lines[-3]
+    assert lines[-1] == "the runs differ in drafter: p/y / q/y"
 
 
 def test_a_mean_over_nothing_is_never_a_zero():

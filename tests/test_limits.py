@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import compose_config, made, refused, tiny_model
+from families import build
 
 from selfspec.cli.evaluation_runs import run_limits
 from selfspec.core.target import Target
@@ -33,6 +34,10 @@ def test_weights_are_those_that_a_pass_reads():
     assert products == 2 * (size // 8 - norms)
     tied = tiny_model(tie_word_embeddings=True)
     assert weights_of(Target(tied))[0] == sum(p.numel() * 8 for p in tied.parameters())
+    models = [build("Mixtral", num_experts_per_tok=k) for k in (2, 1)]
+    one_expert = sum(p[0].numel() for name, p in models[0].named_parameters() if "experts." in name)
+    two, one = (weights_of(Target(model))[1] for model in models)
+    assert two - one == 2 * one_expert  # a token takes no others
 
 
 def test_the_machine_is_measured(monkeypatch):
@@ -88,16 +93,19 @@ def test_limits_of_random_weights(tmp_path, capsys):
     assert {p.name for p in (tmp_path / "run").glob("*.png")} == {"limits.png", "expected.png"}
 
 
-def test_limits_of_a_target_of_ones_own(tiny_folder, heads_folder, tmp_path):
+def test_limits_of_a_target_of_ones_own(tiny_folder, heads_folder, tmp_path, capsys):
     config = compose_config(
         "limits",
         f"target={tiny_folder}",
         "wandb.mode=disabled",
         "limits.sizes=[1,2]",
         "limits.rounds=3",
-        f"limits.drafters=[{heads_folder}]",
+        f"limits.drafters=[{heads_folder},prompt_lookup]",
     )
     figures = run_limits(config, tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "prompt_lookup has no table of acceptance by depth" in said
+    assert f"{heads_folder} was never calibrated, so its acceptance is a guess" in said
     assert not figures["forecast"]
     assert {f["nodes"] for f in figures["forecasts"]} == {2}
     model, settings = tiny_model(max_position_embeddings=64), LimitsConfig(rounds=3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import made, randomize, refused, save_tiny
+from families import build
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, QuantoConfig
 
@@ -39,6 +40,27 @@ def check(spec: Spec) -> None:
         ours, plain = spec.generate(PROMPTS, **settings), spec.autoregressive(PROMPTS, **settings)
         assert ours.token_ids == plain.token_ids
         assert sum(map(len, ours.token_ids)) == 32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["Llama", "DeepSeek-V3 (MLA)", "Falcon-H1", "Apertus", "LFM2"])
+def test_a_cast_is_transformers_own(name, dtype, tmp_path):
+    """Rotary frequencies, routers and rates stay in float32 where transformers keeps them there."""
+    build(name, dtype=torch.float32).save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    given = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for model in (load_target(str(tmp_path), dtype)[0].model, load_target(given, dtype)[0].model):
+        ours = dict((*model.named_parameters(), *model.named_buffers()))
+        for part, tensor in (*stock.named_parameters(), *stock.named_buffers()):
+            assert ours[part].dtype == tensor.dtype, part
+            assert torch.equal(ours[part], tensor), part
+
+
+def test_adapters_are_cast_with_their_model(tmp_path):
+    model = get_peft_model(build("Llama", dtype=torch.float32), LoraConfig(r=2, target_modules=["q_proj"]))
+    target = load_target(model, "bfloat16")[0]
+    assert {p.dtype for p in target.model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for name, b in target.model.named_buffers() if "inv_freq" in name} == {torch.float32}
 
 
 @pytest.mark.parametrize("loading", [{"device_map": "cpu"}, {"device_map": "auto"}, {"attn_implementation": "eager"}])
@@ -219,6 +241,12 @@ def test_a_target_whose_tokenizer_or_config_is_code_is_refused(tmp_path, tiny_fo
         (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
         refused("trust_remote_code", load_target, str(folder))
     assert not (tmp_path / "ran").exists()
+
+
+def test_loading_draws_nothing_from_the_global_generator(heads_folder, tiny_folder):
+    before = torch.get_rng_state()
+    selfspec.load(str(heads_folder), target=tiny_folder, dtype="float32")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_words_for_a_dtype_and_names_with_spaces(tiny_folder):

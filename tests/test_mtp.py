@@ -124,7 +124,7 @@ def shipped(name: str, folder: Path, modules: int = 1) -> tuple[Any, list[MtpLay
                 weight = module.get_submodule(part_name).state_dict()["weight"].clone()
                 tensors[place.format(L=count + k, k=k) + ".weight"] = weight
         if names is DEEPSEEK:  # copies of the target's own, which are passed over
-            tensors[names[3].replace("norm", "head").format(L=count + k) + ".weight"] = torch.zeros(2)
+            tensors[names[3].replace("norm", "head").format(L=count + k) + ".weight"] = model.lm_head.weight.clone()
         save_file(load_file(path) | tensors, path, {"format": "pt"})
         made.append(module)
     return model, made
@@ -367,6 +367,17 @@ def test_a_count_that_disagrees_is_refused(tmp_path):
     model.config.num_nextn_predict_layers = 3
     refused(r"num_nextn_predict_layers is 3, but it holds 2 MTP modules", mtp.read, Target(model), tmp_path)
     refused(r"drafter\.modules=4 .*unroll is 3, and trains no more", MtpConfig, modules=4)
+    index, path = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
+    model.config.num_nextn_predict_layers = 2
+    own = index["model.layers.2.shared_head.head.weight"] + 1
+    save_file(index | {"model.layers.2.embed_tokens.weight": own}, path, {"format": "pt"})
+    refused("layers.2.embed_tokens.weight differs from the target's own", mtp.read, Target(model), tmp_path)
+    behind = {name.replace("layers.3.", "layers.4."): part for name, part in index.items()}
+    save_file(behind, path, {"format": "pt"})
+    refused("a gap: tensors of model.layers.4. are there, none of model.layers.3.", mtp.read, Target(model), tmp_path)
+    save_file(index, path, {"format": "pt"})
+    model.config.mtp_hidden_states_first = True
+    assert mtp.read(Target(model), tmp_path).config.hidden_first
     target = Target(build("Qwen3.5"))
     with pytest.raises(ValueError, match=r"'qwen3_5_text' has one module; train with drafter.modules=1"):
         mtp.write(made("mtp", target, modules=2), target, tmp_path, tmp_path / "out")

@@ -136,3 +136,8 @@ def test_warps_are_those_of_transformers(llama):
     for warper in Sampling(**settings).warpers():
         ours = warper(None, ours)
     assert torch.equal(ours, processors(torch.zeros(5, 1, dtype=torch.long), logits))
+
+
+def test_counts_stay_whole():
+    """transformers' own generate takes no top_k of 5.0."""
+    assert [type(Sampling(1.0, top_k).top_k) for top_k in (5, 5.0, None)] == [int, int, type(None)]

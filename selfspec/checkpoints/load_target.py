@@ -21,7 +21,7 @@ from selfspec.checkpoints.target_files import check_config, check_shards
 from selfspec.checkpoints.weights_hash import parts_of, weights_hash
 from selfspec.core.probe import served
 from selfspec.core.quantized import Int8Linear, has_kernel, quantize
-from selfspec.core.support import refuse_any
+from selfspec.core.support import cast, refuse_any
 from selfspec.core.target import Target
 from selfspec.engine.choose import check_engine
 from selfspec.utils.errors import did_you_mean, one_line
@@ -190,7 +190,7 @@ def _placed(
     if wanted is not None and wanted != model.get_output_embeddings().weight.dtype:
         saved_dtype = model.get_output_embeddings().weight.dtype
         saved_hash = weights_hash(model, torch.bfloat16)  # before it is cast: float16 would round what it can not hold
-        model.to(wanted)
+        cast(model, wanted)
     if divide is not None:
         saved_hash = saved_hash or weights_hash(model, torch.bfloat16)
         divide(model)

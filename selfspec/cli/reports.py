@@ -15,7 +15,7 @@ from selfspec.cli.config import PageRun, ReportRun
 from selfspec.cli.errors import clear_errors
 from selfspec.cli.run_folders import finished, typed
 from selfspec.evaluation.plots import plot_points
-from selfspec.evaluation.points import labelled, leaves_of, read_points, regimes_of, rows_of, varying
+from selfspec.evaluation.points import labelled, leaves_of, read_points, regimes_of, rows_of, shortened, varying
 from selfspec.evaluation.tables import agreement_table, groups_table, regime_table, table, training_table
 from selfspec.page.build import page_data, write_page
 from selfspec.utils.files import Figures, null_for_nan, read_json, write_text
@@ -75,21 +75,33 @@ def agreement(one: Path, other: Path) -> list[Figures]:
             pairs.append({"name": name, "one": a, "other": b, "same": a["low"] <= b["high"] and b["low"] <= a["high"]})
     if not pairs:
         raise ValueError(f"{one} and {other} have no measurement in common")
+    for folder, here, there in ((one, first, second), (other, second, first)):
+        if alone := [name for name in here if name not in there]:
+            print(f"only in {folder}: {', '.join(alone)}")
     return pairs
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Settings that two runs do not share, though neither varies them: `key: value / value`."""
-    configs = []
+    """Settings that two runs do not share, though neither varies them, and drafters and targets of one name in other
+    places: `key: value / value`."""
+    configs, places = [], []
     for folder in (one, other):
         whole = folder / "compare.json"
         points = [read_json(whole)] if whole.is_file() else read_points(folder)[0]
         leaves = [{(key, str(value)) for key, value in leaves_of(point).items()} for point in points]
         fixed = set.intersection(*leaves) if leaves else set()
         configs.append(dict(fixed))
-    first, second = configs
+        named: dict[tuple[str, str], set[str]] = {}
+        for key, value in set().union(*leaves) - fixed:
+            if key in ("drafter", "target"):
+                named.setdefault((key, shortened(key, value)), set()).add(value)
+        places.append(named)
+    (first, second), (here, there) = configs, places
     keys = sorted(key for key in first.keys() & second.keys() if first[key] != second[key] and key not in _REPORTS)
-    return [f"{key.replace('/', '.')}: {first[key]} / {second[key]}" for key in keys]
+    apart = [(key.replace("/", "."), first[key], second[key]) for key in keys]
+    both = sorted(name for name in here.keys() & there.keys() if here[name] != there[name])
+    apart += [(name[0], " or ".join(sorted(here[name])), " or ".join(sorted(there[name]))) for name in both]
+    return [f"{key}: {one_value} / {other_value}" for key, one_value, other_value in apart]
 
 
 # Keys of what is reported and extended, not of what is measured

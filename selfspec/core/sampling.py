@@ -67,6 +67,7 @@ class Sampling:
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or at least {LEAST}, and finite")
         if self.top_k is not None and not (0 <= self.top_k < math.inf and self.top_k == int(self.top_k)):
             raise ValueError(f"top_k={self.top_k} must be an integer of at least 1, or 0 or None for no limit")
+        object.__setattr__(self, "top_k", None if self.top_k is None else int(self.top_k))
         if self.top_p is not None and not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in [0, 1], or be None for no limit")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
@@ -80,7 +81,7 @@ class Sampling:
         if self.temperature != 1:
             result.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k:
-            result.append(TopKLogitsWarper(int(self.top_k)))
+            result.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1:
             result.append(TopPLogitsWarper(self.top_p))
         if self.min_p is not None and self.min_p > 0:

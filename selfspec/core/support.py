@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -147,6 +148,33 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
         if parameters.get("rope_type") == "longrope" and 0 < original < (longest or 2**62):
             return original, "rope_type longrope: beyond its original length one row changes the others of its pass"
     return longest, "max_position_embeddings"
+
+
+@torch.no_grad()
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast a model in place, to what transformers' from_pretrained(dtype=...) makes of it: what its class keeps in
+    float32 is float32, and tensors that it makes in a dtype of their own, such as rotary frequencies, keep that."""
+    if getattr(model, "quantization_method", None) is not None:  # transformers knows which of them can be cast
+        model.to(dtype)  # type: ignore[arg-type]
+        return
+    kept = {torch.bfloat16: ["_strict"], torch.float16: ["_strict", ""]}.get(dtype, [])
+    names = [name for kind in kept for name in getattr(model, f"_keep_in_fp32_modules{kind}", None) or ()]
+    in_float32 = re.compile("|".join(name.replace("*", ".*") for name in names) or "(?!)")
+    own = _dtypes(model, dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point():
+            name = name.replace(".base_layer", "")  # of PEFT's layers
+            tensor.data = tensor.data.to(torch.float32 if in_float32.search(name) else own.get(name, dtype))
+
+
+def _dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Dtypes of parameters and buffers of a new model of this class and config that is made in `dtype`."""
+    try:
+        with torch.device("meta"):
+            made = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    except Exception:  # of a class of its user's own
+        return {}
+    return {name: tensor.dtype for name, tensor in (*made.named_parameters(), *made.named_buffers())}
 
 
 def attention_types(config: Any) -> tuple[int | None, set[str], dict[str, int | None]]:

@@ -136,17 +136,23 @@ class Drafter(nn.Module, ABC):
         return {name: buffer for name, buffer in buffers if name not in self._non_persistent_buffers_set}
 
 
+def _prior(depth: int) -> Calibration:
+    return Calibration([[0.5 * 0.5**rank for rank in range(CHOICES)] for _ in range(depth)], [1.0] * depth)
+
+
 class Trained(Drafter):
     """A drafter with a loss."""
 
     def __init__(self, config: DrafterConfig, depth: int) -> None:
         """depth: how many tokens ahead it drafts. Until it is calibrated, each choice is assumed to be
         accepted half as often as the one before."""
-        prior = [0.5 * 0.5**rank for rank in range(CHOICES)]
-        super().__init__(
-            config, {mode: Calibration([list(prior) for _ in range(depth)], [1.0] * depth) for mode in MODES}
-        )
+        super().__init__(config, {mode: _prior(depth) for mode in MODES})
         self.depth = depth
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether its acceptance was measured."""
+        return any(calibration != _prior(self.depth) for calibration in self.calibration.values())
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import zlib
@@ -14,7 +15,7 @@ from typing import Any
 
 from selfspec.api import Spec
 from selfspec.data.questions import Question
-from selfspec.evaluation.figures import grouped
+from selfspec.evaluation.figures import PARTS, grouped
 from selfspec.evaluation.records import RECORDS, Record, lines_of
 from selfspec.evaluation.tables import table
 from selfspec.utils.errors import visible
@@ -34,7 +35,8 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
     """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their
     folders, and why."""
     marks = ("summary.json", RECORDS, "figures.jsonl", "error.txt", ".lock")
-    run_folders = {p for p in folder.rglob("*") if p.is_dir() and any((p / mark).exists() for mark in marks)}
+    below = (p for p in folder.rglob("*") if p.is_dir() and not p.is_symlink())
+    run_folders = {p for p in below if any((p / mark).exists() for mark in marks)}
     run_folders |= {folder} if (folder / "summary.json").exists() else set()
     points, broken = [], []
     for home in sorted(run_folders, key=lambda p: [(len(part), part) for part in p.parts]):
@@ -43,11 +45,15 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
             wrong = not _whole(point)
         except FileNotFoundError:
             failed = home / "error.txt"
-            why = failed.read_text().strip() if failed.exists() else "summary.json is missing: the run did not end"
+            why = (
+                failed.read_text(errors="replace").strip()
+                if failed.exists()
+                else "summary.json is missing: the run did not end"
+            )
             if any((home / name).exists() for name in _OTHERS):
                 why = "it is no measurement of eval/decode.py"
             broken.append((home, why))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             broken.append((home, f"summary.json is not whole ({error})"))
         else:
             if wrong:
@@ -81,7 +87,7 @@ def labelled(points: Sequence[Figures], keys: Sequence[str] | None = None) -> No
     for i, (point, config) in enumerate(zip(points, configs, strict=True)):
         values = {key: values_of[i] for key, values_of in shown.items()}
         parts = [values[key] if key in ("drafter", "target") else f"{named[key]}={values[key]}" for key in named]
-        point["label"] = visible(" ".join(parts) or _short("drafter", config.get("drafter")))
+        point["label"] = visible(" ".join(parts) or shortened("drafter", config.get("drafter")))
 
 
 def leaves_of(point: Figures) -> Figures:
@@ -98,12 +104,12 @@ def leaves_of(point: Figures) -> Figures:
 
 def _shown(key: str, values: Sequence[Any]) -> list[str]:
     """Values in few characters; as they are, where that would make different ones alike."""
-    short = [_short(key, value) for value in values]
+    short = [shortened(key, value) for value in values]
     clear = len(set(short)) == len({str(value) for value in values})
     return short if clear else [str(value) for value in values]
 
 
-def _short(key: str, value: Any) -> str:
+def shortened(key: str, value: Any) -> str:
     """A value in few characters: of paths the last part."""
     if isinstance(value, str) and key == "drafter":
         return "+".join(name.rstrip("/").rsplit("/", 1)[-1] for name in value.split("+"))
@@ -123,7 +129,9 @@ def _whole(point: Any) -> bool:
             None not in known
             and [type(value) for value in parts] == [dict, dict, *[str] * (len(parts) - 2)]
             and figures.keys() >= _OURS
-            and all(isinstance(r, (int, float)) for r in ratios)
+            and all(type(r) in (int, float) and not math.isinf(r) for r in ratios)
+            and ("speculative" not in point or figures["share_of_step"].keys() >= set(PARTS))
+            and isinstance(point["config"].get("decode", {}).get("columns", []), list)
             and all("tokens_per_second" in figures and "right" in figures for figures in point["arms"].values())
             and all({"rows", "of"} <= counts.keys() for counts in point["identical"].values())
             and bool(table([_row(point, _label({**point, "label": ""}), "")]))

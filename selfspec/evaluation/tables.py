@@ -275,6 +275,8 @@ def limits_tables(figures: Figures) -> str:
     columns = ["drafter", "engine", "T", "best size", "τ expected", "draft, ms", "pass, ms"]
     columns += ["step, ms", "host overhead, ms", "of the step", "expected"]
     origin = "a forecast: acceptance is another target's" if figures["forecast"] else "from calibrated acceptance"
+    if guessed := dict.fromkeys(f["drafter"] for f in best if not f.get("calibrated", True)):
+        origin += f"; {', '.join(guessed)} was never calibrated, so its acceptance is a guess: selfspec calibrate"
     return f"{text}\n\nExpected over plain decoding of the same engine ({origin}):\n\n" + markdown(columns, lines)
 
 

@@ -26,7 +26,7 @@ from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
 from selfspec.core.chains import ChainTarget
 from selfspec.core.options import end_tokens, integer
 from selfspec.core.quantized import has_kernel, quantize
-from selfspec.core.support import view
+from selfspec.core.support import cast, view
 from selfspec.core.target import Target
 from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import PythonSource
@@ -190,7 +190,8 @@ def _writer(target: Target, int8: bool) -> Target:
         print("data.int8=true: no kernel here, conversations are written with the target's own weights")
     elif int8 and not target.int8:
         if target.dtype != torch.bfloat16:
-            model = deepcopy(target.model).to(torch.bfloat16)
+            model = deepcopy(target.model)
+            cast(model, torch.bfloat16)
         quantize(model)
     writer = Target(model, returns=target.returns)
     try:

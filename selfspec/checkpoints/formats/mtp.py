@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ _FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # As transformers holds them.
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 _COPIES = re.compile(r"(shared_head\.head|embed_tokens)\.weight$|rotary_emb\.inv_freq$")  # of the target's own
+_GAP = 8  # modules that are looked for behind one that is missing
 
 
 def read(target: Target, source: str | Path | None = None) -> Mtp:
@@ -64,32 +66,42 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
         )
     field, count = family.count, len(prefixes)
     if (expected := getattr(target.model.config.get_text_config(), field, None) or count) != count:
-        raise ValueError(f"{place}: {field} is {expected}, but it holds {count} MTP module{'s' * (count > 1)}")
-    usual = MtpConfig()
-    drafter = Mtp(
-        target,
-        MtpConfig(
-            modules=count,
-            unroll=max(count, usual.unroll),
-            depth=max(count, usual.depth),
-            final_norm=family.norm is not None,
-            form=family.layer_form(target),
-        ),
-    )
+        raise ValueError(f"{place}: {field} is {expected!r}, but it holds {count} MTP module{'s' * (count > 1)}")
+    for prefix, names in zip(prefixes, named, strict=True):
+        _check_copies(target, index, [prefix + name for name in names], place)
+    usual = _usual(family, target)
+    ahead = max(count, usual.unroll), max(count, usual.depth)
+    drafter = Mtp(target, replace(usual, modules=count, unroll=ahead[0], depth=ahead[1]))
     for layer, prefix, names in zip(drafter.draft_layers, prefixes, parts, strict=True):
         tensors = index.tensors(prefix + name for name in names)
         _fill(layer, family, {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, place)
     return drafter.eval()
 
 
+def _usual(family: Family, target: Target) -> MtpConfig:
+    """The form of a family's modules."""
+    first = bool(getattr(target.model.config.get_text_config(), "mtp_hidden_states_first", False))
+    return MtpConfig(hidden_first=first, final_norm=family.norm is not None, form=family.layer_form(target))
+
+
+def _check_copies(target: Target, index: Shards, names: list[str], place: str) -> None:
+    """Raises ValueError where a module has embeddings or an lm_head of its own: modules are given the target's."""
+    for name in (name for name in names if name.endswith("embed_tokens.weight") or name.endswith("head.head.weight")):
+        part = target.lm_head if "head" in name else target.model.get_input_embeddings()
+        copy = index.tensors([name])[name].to(part.weight)
+        if not torch.equal(copy, part.weight):
+            raise ValueError(f"{place}: {name} differs from the target's own, which modules share here")
+
+
 def _prefixes(family: Family, target: Target, index: Shards) -> list[str]:
-    """Of the names of every module that a checkpoint holds; of the first, where it holds none."""
-    prefixes = [family.module(target, 0)]
-    while (more := family.module(target, len(prefixes))) not in prefixes:
-        if not any(name.startswith(more) for name in index.files):
-            break
-        prefixes.append(more)
-    return prefixes
+    """Of the names of every module that a checkpoint holds; of the first, where it holds none. Raises ValueError where
+    one between them is missing."""
+    every = list(dict.fromkeys(family.module(target, k) for k in range(len(index.files) + _GAP)))
+    there = [any(name.startswith(prefix) for name in index.files) for prefix in every]
+    count = there.index(False) if False in there else len(there)
+    if behind := next((k for k in range(count, min(count + _GAP, len(every))) if there[k]), None):
+        raise ValueError(f"its MTP modules have a gap: tensors of {every[behind]} are there, none of {every[count]}")
+    return every[: max(1, count)]
 
 
 def _parts(layer: MtpLayer, family: Family) -> dict[str, Tensor]:
@@ -144,7 +156,7 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
     model_type = target.model.config.get_text_config().model_type
     if (family := FAMILIES.get(model_type)) is None:
         raise ValueError(f"{model_type!r} ships no MTP module that is known here, only {', '.join(FAMILIES)} do")
-    usual = MtpConfig(final_norm=family.norm is not None, form=family.layer_form(target))
+    usual = _usual(family, target)
     for name in ("hidden_first", "fed", "recycled", "final_norm", "form"):
         if (value := getattr(drafter.config, name)) != (expected := getattr(usual, name)):
             raise ValueError(f"drafter.{name}={value!r}: modules of {model_type!r} have {expected!r}; train with that")
