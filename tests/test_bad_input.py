@@ -354,6 +354,8 @@ def test_options_are_refused_before_anything_slow_is_imported():
         ("complete x --device gpu", "device='gpu' can not be used here"),
         ("export tiny-medusa --to vlm --out o", "invalid choice: 'vlm'"),
         ("push tiny-medusa a/b --results nothing", "--results nothing: there is no such file or folder"),
+        ("push prompt_lookup a/b", "prompt_lookup has no weights of its own to push"),
+        ("push tiny-medusa+prompt_lookup a/b", "joins several drafters; push one that was trained"),
     ],
 )
 def test_commands_with_options_of_their_own_refuse_them_at_once(typed, message, capsys, monkeypatch):

@@ -94,6 +94,23 @@ def test_line_separators_inside_a_string_are_text(tokenizer, tmp_path):
     assert [document.text for document, _ in documents] == ["a\u2028b\u0085c", "x"]
 
 
+def test_files_that_people_have(tokenizer, tmp_path):
+    """Gzip under any name, an empty shard beside a full one, and arrays, whose errors say what is read instead."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    packed = tmp_path / "packed.jsonl"
+    packed.write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
+    assert len(list(JsonLines(path=str(packed), tokenizer=tokenizer).documents())) == 2
+    for name, rows in (("empty", []), ("full", ["a", "b"])):
+        parquet.write_table(arrow.table({"text": arrow.array(rows, arrow.string())}), tmp_path / name)
+    paths = [str(tmp_path / name) for name in ("empty", "full")]
+    assert len(list(Parquet(path=paths, tokenizer=tokenizer).documents())) == 2
+    for array in ('[{"text": "a"}]\n', '[\n {"text": "a"}\n]\n'):
+        (tmp_path / "array.jsonl").write_text(array)
+        refused(
+            "one object a line", list, JsonLines(path=str(tmp_path / "array.jsonl"), tokenizer=tokenizer).documents()
+        )
+
+
 def test_jsonl_splits_without_overlap(tokenizer, tmp_path):
     path = write_lines(tmp_path / "d.jsonl", [{"text": f"text {i}"} for i in range(20)])
     data = JsonLines(path=path, tokenizer=tokenizer, validation_share=0.2)

@@ -238,6 +238,13 @@ def test_tensorboard(tmp_path):
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
     assert found.Tags()["images"] == ["plot"]
+    with RunLog(tmp_path, logged(tmp_path, logger="tensorboard"), {}, "a.jsonl") as log:
+        log.begin()
+        assert log.rewind(1) == 1  # resumed from a checkpoint of step 1
+        for step in (2, 3):
+            log.write({"train": {"loss": 5.0 - step}}, step)
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 2.0), (2, 3.0), (3, 2.0)]
 
 
 def test_a_logger_that_is_not_there(tmp_path, monkeypatch):

@@ -270,7 +270,7 @@ def test_texts_are_written_by_a_job_of_their_own(tmp_path, tiny_folder, source_r
         run_distill(small("none", tiny_folder, source_root), tmp_path / "none")
 
 
-def test_the_best_weights_are_kept_and_a_flat_run_ends(train, tiny_folder, tmp_path, monkeypatch):
+def test_the_best_weights_are_kept_and_a_flat_run_ends(train, tiny_folder, tmp_path, monkeypatch, capsys):
     real, told = drafter_module.calibrate, [1.5, 1.9, 1.7, 1.6, 1.8]
     count = [0]
 
@@ -297,6 +297,7 @@ def test_the_best_weights_are_kept_and_a_flat_run_ends(train, tiny_folder, tmp_p
     again = train("a", *settings)  # finished: nothing is run
     assert again["kept_step"] == 4
     assert len(logged(tmp_path / "a", "train")) == 8
+    assert "loop.patience=2 validations brought nothing better" in capsys.readouterr().out
     assert train("a", *settings, "loop.patience=3")["steps"] == 10
 
 

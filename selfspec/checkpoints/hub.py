@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from selfspec.checkpoints.card import PLACE, in_markdown, is_path, repository
 from selfspec.checkpoints.drafter_folder import check_files, read_meta
+from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, atomic, read_json
 
 _MEASURED = "## Measured"
@@ -177,10 +178,15 @@ def push(
         folder = Path(scratch) / "drafter"
         prepare(source, folder, repo, points)
         api = HfApi(token=token)
-        repository = api.create_repo(repo, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repository.repo_id, branch=revision, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repository.repo_id, folder_path=folder, revision=revision, commit_message="Drafter by selfspec"
-        )
+        try:
+            repository = api.create_repo(repo, private=private, exist_ok=True)
+            if revision is not None:
+                api.create_branch(repository.repo_id, branch=revision, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repository.repo_id, folder_path=folder, revision=revision, commit_message="Drafter by selfspec"
+            )
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # of the HTTP client, which releases of huggingface_hub choose
+            raise ConnectionError(f"the hub does not answer: {one_line(error)}") from None
     return str(commit.commit_url)

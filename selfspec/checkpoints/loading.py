@@ -133,7 +133,7 @@ def load_pair(
     elif folders:
         meta = {"name": named_target(folders[0])}
     if target is None and not meta.get("name"):
-        raise ValueError(f"drafter={drafter!r} names no target; give one, such as target=tiny-target")
+        raise ValueError(f"drafter={drafter!r} names no target; give one: target=tiny-target, --target tiny-target")
     source = meta["name"] if target is None else target
     if target is None and on_hub(str(source)):  # what lies here is held against the weights' hash
         theirs = meta.get("revision")

@@ -115,6 +115,10 @@ def push(arguments: list[str]) -> None:
     from selfspec.checkpoints.find import drafter_folder
     from selfspec.checkpoints.hub import measured, push
 
+    if "+" in args.drafter and not Path(args.drafter).exists():
+        raise ValueError(f"{args.drafter!r} joins several drafters; push one that was trained")
+    if args.drafter in ("prompt_lookup", "lookahead", "mtp") and not Path(args.drafter).exists():
+        raise ValueError(f"{args.drafter} has no weights of its own to push; whoever needs it loads it by this name")
     folder = drafter_folder(args.drafter)
     if not (folder / "drafter.json").is_file():
         raise ValueError(f"{args.drafter!r} is no drafter of selfspec's own form; push the folder as it is")

@@ -91,7 +91,7 @@ def _check_folder(root: Path) -> None:
 
 @dataclass(frozen=True)
 class PythonSource:
-    """The Python source of the running interpreter's standard library, tests included, or of another folder.
+    """The Python source of the running interpreter's standard library, tests included, or of another interpreter's.
 
     `max_files` keeps that many training files, spread over the sorted list (for quick runs).
     """
@@ -122,11 +122,16 @@ class PythonSource:
         documents = [Document(n, ((text, True),)) for n in names if (text := _read(root / n))]
         return _usable(documents, f"no .py file with text under {root}")
 
+    @property
+    def _none_held_out(self) -> str:
+        why = "none of the standard library's modules that validate and measure lies under"
+        return f"{why} {self._root()}; for source of your own take data=text 'data.pattern=*.py'"
+
     def validation(self) -> list[Document]:
-        return _usable(self._held_out(VALIDATION), f"none of the held-out modules lies under {self._root()}")
+        return _usable(self._held_out(VALIDATION), self._none_held_out)
 
     def evaluation(self) -> list[Document]:
-        return _usable(self._held_out(EVALUATION), f"none of the held-out modules lies under {self._root()}")
+        return _usable(self._held_out(EVALUATION), self._none_held_out)
 
 
 def _usable(documents: list[Document], problem: str) -> list[Document]:

@@ -130,7 +130,7 @@ class Records(ABC):
 
     def _documents(self, line: object, place: str, broken: Broken) -> list[Document]:
         if not isinstance(line, dict):
-            raise ValueError(f"{place}: expected an object, found {type(line).__name__}")
+            raise ValueError(f"{place}: expected an object, found {type(line).__name__}; give one object a line")
         record = without_nulls(line)
         if _IDS in record or isinstance(record.get("tokens"), list):
             return self._of_tokens(record.get("tokens", [record]), place)

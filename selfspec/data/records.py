@@ -80,7 +80,9 @@ def json_lines(path: Path, record_mb: int = 64) -> Iterator[tuple[str, object]]:
 
 
 def _lines(path: Path, most: int) -> Iterator[bytes]:
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+    with path.open("rb") as file:
+        packed = path.suffix == ".gz" or file.read(2) == b"\x1f\x8b"
+    with gzip.open(path) if packed else path.open("rb") as file:
         for number in count(1):
             try:
                 line = file.readline(most + 1)
@@ -103,7 +105,8 @@ def _parsed(line: bytes, place: str) -> object:
     except UnicodeDecodeError as error:
         return ValueError(f"{place}: not UTF-8 text ({error})")
     except json.JSONDecodeError as error:
-        return ValueError(f"{place}: not JSON ({error.msg} at character {error.pos + 1})")
+        array = "; one object a line is read, no JSON array" if line.lstrip().startswith(b"[") else ""
+        return ValueError(f"{place}: not JSON ({error.msg} at character {error.pos + 1}){array}")
     except (ValueError, RecursionError) as error:
         return ValueError(f"{place}: not JSON ({error})")
 
@@ -118,8 +121,12 @@ class Parquet(_Files):
 
     def records(self) -> Iterator[tuple[str, object]]:
         datasets = _datasets("parquet")
+        from pyarrow.parquet import read_metadata  # which datasets needs
+
         for path in files_of(self.path):
             try:
+                if not read_metadata(path).num_rows:  # which datasets takes for damaged
+                    continue
                 rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
                 yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
             except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # pyarrow's are ValueErrors

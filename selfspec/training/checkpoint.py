@@ -136,10 +136,8 @@ class Checkpoint:
             )
         state, (train, validation) = State(**saved_run["state"]), saved_run.get("data", self.data)
         if train != self.data[0]:
-            notes.append(
-                "the training data are not those of the steps before: later steps read the new data; the draft "
-                "vocabulary stays that of the old data"
-            )
+            stays = "; the draft vocabulary stays that of the old data" if self.buffers else ""
+            notes.append(f"the training data are not those of the steps before: later steps read the new data{stays}")
         if validation != self.data[1]:
             notes.append("the validation data are not those of the steps before: the best weights are found anew")
             if state.best is not None:  # until the next validation

@@ -117,6 +117,8 @@ class Loop:
                     stop = self.saved() or stop
                 if stop:
                     self.stop()
+        if self.flat and self.first and not config.over(state.step, state.seconds):
+            print(f"ended at step {state.step}: loop.patience={config.patience} validations brought nothing better")
         return self.finished()
 
     @property

@@ -72,6 +72,7 @@ class RunLog:
         self.title, self.began = title or run.name, False
         self.tracker: Any = None
         self._replays = False  # what was recorded before, to an offline run
+        self._left = 0  # the last step of which something is left, of a run that was resumed
         self._step: int | None = None  # the last
 
     def __enter__(self) -> RunLog:
@@ -118,7 +119,8 @@ class RunLog:
         from accelerate.tracking import TensorBoardTracker
 
         PartialState()  # which trackers ask
-        tracker = TensorBoardTracker("tensorboard", self.folder)
+        purged = {"purge_step": self._left + 1} if self._left else {}  # what was logged behind it is not shown
+        tracker = TensorBoardTracker("tensorboard", self.folder, **purged)
         tracker.start()
         tracker.store_init_configuration({key: _plain(value) for key, value in flat(self.config)})
         return tracker
@@ -190,7 +192,11 @@ class RunLog:
             return 0
         kept = [(line, record.get("step", 0)) for line, record in whole_lines(self.path)]
         write_text(self.path, "".join(line for line, at in kept if at <= step))
-        return max((at for _, at in kept if at <= step), default=0)
+        self._left = max((at for _, at in kept if at <= step), default=0)
+        if self.tracker is not None and self.run.logger == "tensorboard":  # its file goes on behind that step
+            self._send(lambda tracker: tracker.finish())
+            self.tracker = self._tensorboard()
+        return self._left
 
     def images(self, paths: dict[str, Path]) -> None:
         """Send saved plots to the logger."""
