@@ -249,10 +249,14 @@ def test_two_runs_are_set_beside_each_other(tmp_path, capsys):
             write_point(tmp_path / run / str(i), own, [])
     run_report(compose_config("report", f"sweep={tmp_path}/a", f"against={tmp_path}/b"))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"only in {tmp_path}/a: only"
-    assert [line.split("|")[4].strip() for line in lines[3:5]] == ["same", "DIFFERS"]
-    assert "1 of 2 speedups have overlapping intervals (50%)" in lines[-3]
+    assert [line.split("|")[4].strip() for line in lines[2:4]] == ["same", "DIFFERS"]
+    assert "1 of 2 speedups have overlapping intervals (50%)" in lines[-5]
+    assert lines[-3] == f"1 only in {tmp_path}/a: only"
     assert lines[-1] == "the runs differ in drafter: p/y / q/y"
+    (tmp_path / "linked").mkdir()
+    for link, to in (("linked/0", "a/0"), ("a/again", "a/1")):
+        (tmp_path / link).symlink_to(tmp_path / to)
+    assert [len(read_points(tmp_path / run)[0]) for run in ("linked", "a")] == [1, 3]
 
 
 def test_a_mean_over_nothing_is_never_a_zero():

@@ -20,6 +20,7 @@ from selfspec.checkpoints.find import member_names
 from selfspec.checkpoints.load_target import load_target
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
+from selfspec.core.support import cast
 from selfspec.core.tree import chain
 from selfspec.utils.machine import default_device, device_type
 
@@ -61,6 +62,18 @@ def test_adapters_are_cast_with_their_model(tmp_path):
     target = load_target(model, "bfloat16")[0]
     assert {p.dtype for p in target.model.parameters()} == {torch.bfloat16}
     assert {b.dtype for name, b in target.model.named_buffers() if "inv_freq" in name} == {torch.float32}
+    routed = build("DeepSeek-V3 (MLA)", dtype=torch.float32)
+    get_peft_model(routed, LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=["gate"]))
+    cast(routed, torch.bfloat16)
+    assert {p.dtype for name, p in routed.named_parameters() if ".gate." in name} == {torch.float32}
+
+
+def test_a_class_of_ones_own_is_cast_without_its_buffers(monkeypatch):
+    model = build("Llama", dtype=torch.float32)
+    monkeypatch.setattr(type(model), "_from_config", lambda config, dtype: model.no_such_thing)
+    cast(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}
 
 
 @pytest.mark.parametrize("loading", [{"device_map": "cpu"}, {"device_map": "auto"}, {"attn_implementation": "eager"}])

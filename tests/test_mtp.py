@@ -374,7 +374,7 @@ def test_a_count_that_disagrees_is_refused(tmp_path):
     refused("layers.2.embed_tokens.weight differs from the target's own", mtp.read, Target(model), tmp_path)
     behind = {name.replace("layers.3.", "layers.4."): part for name, part in index.items()}
     save_file(behind, path, {"format": "pt"})
-    refused("a gap: tensors of model.layers.4. are there, none of model.layers.3.", mtp.read, Target(model), tmp_path)
+    refused("a gap: it holds tensors of model.layers.4. but none of model.layers.3.", mtp.read, Target(model), tmp_path)
     save_file(index, path, {"format": "pt"})
     model.config.mtp_hidden_states_first = True
     assert mtp.read(Target(model), tmp_path).config.hidden_first

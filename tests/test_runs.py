@@ -245,6 +245,11 @@ def test_tensorboard(tmp_path):
             log.write({"train": {"loss": 5.0 - step}}, step)
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 2.0), (2, 3.0), (3, 2.0)]
+    with RunLog(tmp_path, logged(tmp_path, logger="tensorboard"), {}, "a.jsonl") as log:
+        assert log.rewind(0) == 0  # killed before its first checkpoint
+        log.write({"train": {"loss": 9.0}}, 1)
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 9.0)]
 
 
 def test_a_logger_that_is_not_there(tmp_path, monkeypatch):

@@ -185,8 +185,8 @@ def push(
             commit = api.upload_folder(
                 repo_id=repository.repo_id, folder_path=folder, revision=revision, commit_message="Drafter by selfspec"
             )
-        except (OSError, ValueError):
-            raise
-        except Exception as error:  # of the HTTP client, which releases of huggingface_hub choose
-            raise ConnectionError(f"the hub does not answer: {one_line(error)}") from None
+        except Exception as error:
+            if not type(error).__module__.startswith(("httpx", "requests")):  # releases of huggingface_hub differ
+                raise
+            raise ConnectionError(f"the hub does not answer: {one_line(error)}") from error
     return str(commit.commit_url)

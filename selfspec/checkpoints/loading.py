@@ -78,7 +78,8 @@ def find_drafter(
         raise ValueError(f"drafter={name!r} names no drafter on one side of a +; give names such as a+b")
     if len(set(names)) < len(names):
         raise ValueError(f"drafter={name!r} names a drafter twice")
-    with torch.random.fork_rng(range(torch.cuda.device_count())):  # weights are drawn before they are read
+    drawn_on = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(drawn_on):  # weights are drawn before they are read
         members = {one: _member(one, (folders or {}).get(one), target, tokenizer, trust) for one in names}
     return joined(target, members)
 

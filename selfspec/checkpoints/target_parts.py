@@ -3,7 +3,7 @@ trained on hidden states which come from elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,7 @@ from selfspec.checkpoints.find import check_target_name
 from selfspec.checkpoints.load_target import load_tokenizer
 from selfspec.checkpoints.target_files import Shards, check_config
 from selfspec.checkpoints.weights_hash import parts_of
-from selfspec.core.support import layer_stack
+from selfspec.core.support import layer_stack, stock_dtype
 from selfspec.core.target import Target
 from selfspec.utils.machine import default_device, dtype_name
 
@@ -99,8 +99,11 @@ def _checked(model: PreTrainedModel) -> Target:
 
 
 @contextmanager
-def _one_layer(target: Target, shards: Shards, layer: int) -> Iterator[None]:
-    """A layer's own weights, for as long as the block runs. Raises ValueError where the files name them otherwise."""
+def _one_layer(
+    target: Target, shards: Shards, layer: int, dtype: Callable[[str], torch.dtype | None]
+) -> Iterator[None]:
+    """A layer's own weights, for as long as the block runs. dtype: of each, by its name. Raises ValueError where the
+    files name them otherwise."""
     stack = layer_stack(target.model)
     prefix = next(n for n, m in target.model.named_modules() if m is stack)
     names = [f"{prefix}.{layer}.{n}" for n, _ in stack[layer].named_parameters()]
@@ -109,7 +112,7 @@ def _one_layer(target: Target, shards: Shards, layer: int) -> Iterator[None]:
     old = {n: target.model.get_parameter(n) for n in names}
     try:
         for n in names:
-            put(target.model, n, shards.read(str(shards.find(n))).to(target.device, target.dtype))
+            put(target.model, n, shards.read(str(shards.find(n))).to(target.device, dtype(n)))
         yield
     finally:
         for n, empty in old.items():
@@ -121,9 +124,9 @@ def _one_layer(target: Target, shards: Shards, layer: int) -> Iterator[None]:
 @torch.no_grad()
 def layer_by_layer(target: Target, tokens: Tensor, shards: Shards) -> Iterator[tuple[int, Tensor]]:
     """Outputs [1, S, H] of the target's layers on a text, tokens int64 [1, S], with one layer in memory at a time."""
-    hidden = None
+    hidden, dtype = None, stock_dtype(target.model, target.dtype)
     for layer in range(target.n_layers):
-        with _one_layer(target, shards, layer):
+        with _one_layer(target, shards, layer, dtype):
             target.check()  # views are built anew
             span = (layer, layer + 1)
             hidden = target.text(tokens, False, span, hidden, reads=(layer,)).features[layer].clone()

@@ -39,7 +39,10 @@ def run_report(config: DictConfig) -> None:
     ReportRun(config.sweep, config.against)  # checks that both are there
     folder = Path(config.sweep)
     if config.against is not None:
-        print(agreement_table(agreement(folder, Path(config.against))))
+        pairs, alone = agreement(folder, Path(config.against))
+        print(agreement_table(pairs))
+        for place, names in alone.items():
+            print(f"\n{len(names)} only in {place}: {', '.join(names[:_NAMED])}{', ...' * (len(names) > _NAMED)}")
         if apart := differences(folder, Path(config.against)):
             print(f"\nthe runs differ in {'; '.join(apart)}")
         return
@@ -59,9 +62,10 @@ def run_report(config: DictConfig) -> None:
     print(f"by group of text: {folder / 'table.md'}; plots beside it")
 
 
-def agreement(one: Path, other: Path) -> list[Figures]:
+def agreement(one: Path, other: Path) -> tuple[list[Figures], dict[Path, list[str]]]:
     """Speedups over plain decoding that two runs both measured, sweeps of eval/decode.py or comparisons: `same` where
-    their intervals overlap. Raises ValueError where they have none in common."""
+    their intervals overlap; and the names of those that only one has. Raises ValueError where they have none in
+    common."""
     if one.resolve() == other.resolve():
         raise ValueError(f"sweep and against are the same folder, {one}; give two runs")
     first, second = _ratios(one, other), _ratios(other, one)
@@ -75,10 +79,8 @@ def agreement(one: Path, other: Path) -> list[Figures]:
             pairs.append({"name": name, "one": a, "other": b, "same": a["low"] <= b["high"] and b["low"] <= a["high"]})
     if not pairs:
         raise ValueError(f"{one} and {other} have no measurement in common")
-    for folder, here, there in ((one, first, second), (other, second, first)):
-        if alone := [name for name in here if name not in there]:
-            print(f"only in {folder}: {', '.join(alone)}")
-    return pairs
+    alone = {one: [name for name in first if name not in second], other: [name for name in second if name not in first]}
+    return pairs, {place: names for place, names in alone.items() if names}
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -89,21 +91,23 @@ def differences(one: Path, other: Path) -> list[str]:
         whole = folder / "compare.json"
         points = [read_json(whole)] if whole.is_file() else read_points(folder)[0]
         leaves = [{(key, str(value)) for key, value in leaves_of(point).items()} for point in points]
-        fixed = set.intersection(*leaves) if leaves else set()
-        configs.append(dict(fixed))
+        configs.append(dict(set.intersection(*leaves) if leaves else set()))
         named: dict[tuple[str, str], set[str]] = {}
-        for key, value in set().union(*leaves) - fixed:
-            if key in ("drafter", "target"):
-                named.setdefault((key, shortened(key, value)), set()).add(value)
+        for key, value in set().union(*leaves):
+            for place in value.split(",") if key in _PLACES else ():
+                named.setdefault((_PLACES[key], shortened("drafter", place)), set()).add(place)
         places.append(named)
     (first, second), (here, there) = configs, places
     keys = sorted(key for key in first.keys() & second.keys() if first[key] != second[key] and key not in _REPORTS)
     apart = [(key.replace("/", "."), first[key], second[key]) for key in keys]
-    both = sorted(name for name in here.keys() & there.keys() if here[name] != there[name])
+    told = {key for key, _, _ in apart}
+    both = sorted(name for name in here.keys() & there.keys() if here[name] != there[name] and name[0] not in told)
     apart += [(name[0], " or ".join(sorted(here[name])), " or ".join(sorted(there[name]))) for name in both]
     return [f"{key}: {one_value} / {other_value}" for key, one_value, other_value in apart]
 
 
+_PLACES = {"drafter": "drafter", "compare/drafters": "drafter", "target": "target"}  # keys of names or folders
+_NAMED = 6  # measurements that only one run has are named
 # Keys of what is reported and extended, not of what is measured
 _REPORTS = {f"compare/{key}" for key in ("results", "summary", "drafters", "nodes", "temperatures", "methods")}
 _REPORTS |= {f"decode/{key}" for key in ("columns", "metrics", "traces", "answers")}

@@ -112,12 +112,12 @@ def push(arguments: list[str]) -> None:
     if missing := [place for place in args.results if not Path(place).exists()]:
         raise FileNotFoundError(f"--results {missing[0]}: there is no such file or folder")
 
-    from selfspec.checkpoints.find import drafter_folder
+    from selfspec.checkpoints.find import UNTRAINED, drafter_folder
     from selfspec.checkpoints.hub import measured, push
 
     if "+" in args.drafter and not Path(args.drafter).exists():
         raise ValueError(f"{args.drafter!r} joins several drafters; push one that was trained")
-    if args.drafter in ("prompt_lookup", "lookahead", "mtp") and not Path(args.drafter).exists():
+    if args.drafter in (*UNTRAINED, "mtp") and not Path(args.drafter).exists():
         raise ValueError(f"{args.drafter} has no weights of its own to push; whoever needs it loads it by this name")
     folder = drafter_folder(args.drafter)
     if not (folder / "drafter.json").is_file():

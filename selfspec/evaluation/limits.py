@@ -118,9 +118,9 @@ def weights_of(target: Target) -> tuple[int, int]:
     """Bytes of weights that a pass reads at least, and products and additions for one node; of experts, those that one
     token takes."""
     table, read = target.model.get_input_embeddings().weight, dict[int, tuple[torch.Tensor, float]]()
-    taken = getattr(target.model.config.get_text_config(), "num_experts_per_tok", None) or 0
+    taken = getattr(target.model.config.get_text_config(), "num_experts_per_tok", 0)
     for name, p in target.model.named_parameters():
-        experts = taken > 0 and "experts." in name and p.ndim == 3
+        experts = isinstance(taken, int) and taken > 0 and "experts." in name and p.ndim == 3
         if p is not table or p is target.lm_head.weight:
             read[id(p)] = p, min(1.0, taken / len(p)) if experts else 1.0
     size = sum(p.numel() * p.element_size() * share for p, share in read.values())

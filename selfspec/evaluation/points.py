@@ -35,9 +35,9 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
     """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their
     folders, and why."""
     marks = ("summary.json", RECORDS, "figures.jsonl", "error.txt", ".lock")
-    below = (p for p in folder.rglob("*") if p.is_dir() and not p.is_symlink())
-    run_folders = {p for p in below if any((p / mark).exists() for mark in marks)}
-    run_folders |= {folder} if (folder / "summary.json").exists() else set()
+    below = {p for p in folder.rglob("*") if p.is_dir() and any((p / mark).exists() for mark in marks)}
+    below |= {folder} if (folder / "summary.json").exists() else set()
+    run_folders = {p.resolve(): p for p in sorted(below, key=Path.is_symlink, reverse=True)}.values()  # each once
     points, broken = [], []
     for home in sorted(run_folders, key=lambda p: [(len(part), part) for part in p.parts]):
         try:

@@ -276,7 +276,7 @@ def limits_tables(figures: Figures) -> str:
     columns += ["step, ms", "host overhead, ms", "of the step", "expected"]
     origin = "a forecast: acceptance is another target's" if figures["forecast"] else "from calibrated acceptance"
     if guessed := dict.fromkeys(f["drafter"] for f in best if not f.get("calibrated", True)):
-        origin += f"; {', '.join(guessed)} was never calibrated, so its acceptance is a guess: selfspec calibrate"
+        origin += f", but that of {', '.join(guessed)} is a guess: selfspec calibrate measures it"
     return f"{text}\n\nExpected over plain decoding of the same engine ({origin}):\n\n" + markdown(columns, lines)
 
 

@@ -72,7 +72,7 @@ class RunLog:
         self.title, self.began = title or run.name, False
         self.tracker: Any = None
         self._replays = False  # what was recorded before, to an offline run
-        self._left = 0  # the last step of which something is left, of a run that was resumed
+        self._left: int | None = None  # the last step of which something is left, of a run that was resumed
         self._step: int | None = None  # the last
 
     def __enter__(self) -> RunLog:
@@ -119,7 +119,7 @@ class RunLog:
         from accelerate.tracking import TensorBoardTracker
 
         PartialState()  # which trackers ask
-        purged = {"purge_step": self._left + 1} if self._left else {}  # what was logged behind it is not shown
+        purged = {} if self._left is None else {"purge_step": self._left + 1}  # later ones are not shown
         tracker = TensorBoardTracker("tensorboard", self.folder, **purged)
         tracker.start()
         tracker.store_init_configuration({key: _plain(value) for key, value in flat(self.config)})
@@ -195,7 +195,8 @@ class RunLog:
         self._left = max((at for _, at in kept if at <= step), default=0)
         if self.tracker is not None and self.run.logger == "tensorboard":  # its file goes on behind that step
             self._send(lambda tracker: tracker.finish())
-            self.tracker = self._tensorboard()
+            self.tracker, self.began = None, False
+            self.begin()
         return self._left
 
     def images(self, paths: dict[str, Path]) -> None:

@@ -86,8 +86,8 @@ def _usual(family: Family, target: Target) -> MtpConfig:
 
 def _check_copies(target: Target, index: Shards, names: list[str], place: str) -> None:
     """Raises ValueError where a module has embeddings or an lm_head of its own: modules are given the target's."""
-    for name in (name for name in names if name.endswith("embed_tokens.weight") or name.endswith("head.head.weight")):
-        part = target.lm_head if "head" in name else target.model.get_input_embeddings()
+    for name in (name for name in names if _COPIES.search(name) and name.endswith(".weight")):
+        part = target.lm_head if "shared_head" in name else target.model.get_input_embeddings()
         copy = index.tensors([name])[name].to(part.weight)
         if not torch.equal(copy, part.weight):
             raise ValueError(f"{place}: {name} differs from the target's own, which modules share here")
@@ -96,12 +96,16 @@ def _check_copies(target: Target, index: Shards, names: list[str], place: str) -
 def _prefixes(family: Family, target: Target, index: Shards) -> list[str]:
     """Of the names of every module that a checkpoint holds; of the first, where it holds none. Raises ValueError where
     one between them is missing."""
-    every = list(dict.fromkeys(family.module(target, k) for k in range(len(index.files) + _GAP)))
-    there = [any(name.startswith(prefix) for name in index.files) for prefix in every]
-    count = there.index(False) if False in there else len(there)
-    if behind := next((k for k in range(count, min(count + _GAP, len(every))) if there[k]), None):
-        raise ValueError(f"its MTP modules have a gap: tensors of {every[behind]} are there, none of {every[count]}")
-    return every[: max(1, count)]
+
+    def there(k: int) -> bool:
+        prefix = family.module(target, k)
+        return (not k or prefix != family.module(target, 0)) and any(name.startswith(prefix) for name in index.files)
+
+    count = next(k for k in itertools.count() if not there(k))
+    if behind := next((k for k in range(count + 1, count + _GAP) if there(k)), None):
+        first, missing = (family.module(target, k) for k in (behind, count))
+        raise ValueError(f"{index.name}: its MTP modules have a gap: it holds tensors of {first} but none of {missing}")
+    return [family.module(target, k) for k in range(max(1, count))]
 
 
 def _parts(layer: MtpLayer, family: Family) -> dict[str, Tensor]:

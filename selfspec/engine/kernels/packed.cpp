@@ -1,4 +1,4 @@
-// out = left weight^T (+ bias) for few rows, over weights that were laid out in panels (see weights.py).
+// out = left weight^T (+ bias) for few rows, over weights that were laid out in panels (see fastest.py).
 namespace {
 
 #ifdef SELFSPEC_AVX512

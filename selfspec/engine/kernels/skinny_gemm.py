@@ -1,7 +1,7 @@
 """Products of few rows with bfloat16 weights, and attention of few queries, on processors with AVX2 or AVX-512.
 
 There the library's product of one row with a matrix is bound by its own instructions, not by the memory that it reads.
-Products with frozen weights go to the kernel that was measured to be fastest (see `selfspec.engine.kernels.weights`).
+Products with frozen weights go to the kernel that was measured to be fastest (see `selfspec.engine.kernels.fastest`).
 The kernels `tiles.cpp` (with AMX), `products.cpp` and `attention.cpp` read weights, keys and values as they are. All
 add up in float32 in an order that does not depend on how many rows there are or where they lie: a node's numbers are
 the same in a pass over one node and over a tree. Measured: notebooks/LOG.md.
