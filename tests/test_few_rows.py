@@ -160,7 +160,7 @@ def test_a_pass_over_a_tree_has_the_bits_of_plain_passes(backend, width):
 
     def opened() -> KVCache:
         cache = target.cache(1, 64)
-        target.forward(chain(prompt), cache, logits=False)
+        target.forward(chain(prompt), cache, logits=False, prompt=True)
         cache.commit([list(range(9))])
         return cache
 

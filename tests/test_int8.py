@@ -109,7 +109,8 @@ def test_speculative_text_is_plain_text(folder, engine, tokenizer, tmp_path):
     for temperature in (0.0, 1.0) if engine == "eager" else (1.0,):  # each compiles shapes of its own
         arguments = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
         plain = spec.autoregressive(prompts, **arguments)
-        assert spec.generate(prompts, nodes=8, **arguments).token_ids == plain.token_ids
+        nodes = 8 if engine == "eager" else 2
+        assert spec.generate(prompts, nodes=nodes, **arguments).token_ids == plain.token_ids
     if engine == "compiled" and int8.has_kernel():
         assert spec.target.exact == "by construction"
 
