@@ -114,10 +114,11 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides, tmp_path):
     assert saved["prices"]["hf_assisted"]["parameters"] > 0
     assert "hf_assisted" in json.loads((tmp_path / "run" / ORIGIN).read_text())
 
-    path.write_text("".join(lines[:25]) + lines[25][:40])  # killed while it wrote
+    wrong = [line.replace('"right": [false]', '"right": [true]') for line in lines]  # by a checker of before
+    path.write_text("".join(wrong[:25]) + lines[25][:40])  # killed while it wrote
     again = run_compare(compose_config("compare", *overrides), tmp_path / "run")
     after = path.read_text().splitlines(keepends=True)
-    assert after[:25] == lines[:25]
+    assert after[:25] == lines[:25] != wrong[:25]
     assert len(after) == len(lines)
     keys = [(*r.point, r.arm, r.nodes) for r in read_records(path)]
     assert len(set(keys)) == len(keys)

@@ -31,6 +31,9 @@ RIGHT, SQUARES = f"def area(r):\n{BODY}", "def area(r):\n    return math.pi * sq
         (f"Here it is:\n\n```python\n{RIGHT}\n```\nDone.", True),
         (RIGHT, True),
         (f"```python\n{RIGHT}", True),  # cut off behind the code
+        (f"```python\n{RIGHT}\n\nassert area(2) == math.", True),  # and within a test behind it
+        (f"```python\n{RIGHT}\n\nprint(area(", True),
+        (f"<think>\n```python\ndef area(r):\n    return 0\n```\n</think>\n```python\n{RIGHT}\n```", True),
         (f"```python\nprint(area(2))\n```\n\n```py\n{RIGHT}\n```", True),
         ("    return math.pi * r ** 2\n\n\nprint(area(2))\nassert False", True),  # continues the prompt
         ("```python\ndef area(r):\n    return 3 * r\n```", False),

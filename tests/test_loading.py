@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import selfspec
 from selfspec.api import Spec
 from selfspec.checkpoints import load_target as target_file
+from selfspec.checkpoints.cast import cast
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import member_names
 from selfspec.checkpoints.load_target import load_target
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
-from selfspec.core.support import cast
 from selfspec.core.tree import chain
 from selfspec.utils.machine import default_device, device_type
 
@@ -55,6 +55,20 @@ def test_a_cast_is_transformers_own(name, dtype, tmp_path):
         for part, tensor in (*stock.named_parameters(), *stock.named_buffers()):
             assert ours[part].dtype == tensor.dtype, part
             assert torch.equal(ours[part], tensor), part
+
+
+def test_what_a_config_says_is_not_rounded_twice(tmp_path):
+    """A scale of embeddings in bfloat16, cast to float32; and a body of another dtype than its head."""
+    sizes = {"hidden_size": 72, "layer_types": ["sliding_attention", "full_attention"]}
+    build("Gemma 3 (alternating windows)", dtype=torch.bfloat16, **sizes).save_pretrained(tmp_path)
+    ours = load_target(str(tmp_path), "float32")[0].model.get_input_embeddings().embed_scale
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).get_input_embeddings().embed_scale
+    assert torch.equal(ours, stock)
+    assert ours.item() != ours.bfloat16().item()
+    mixed = build("Llama", dtype=torch.bfloat16)
+    mixed.lm_head.float()
+    assert {p.dtype for p in load_target(mixed, "float32")[0].model.parameters()} == {torch.float32}
+    assert load_target(build("Llama", dtype=torch.float32), "int8", "auto")[0].int8
 
 
 def test_adapters_are_cast_with_their_model(tmp_path):

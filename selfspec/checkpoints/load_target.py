@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, logging
 
+from selfspec.checkpoints.cast import cast, differs
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import check_target_name
 from selfspec.checkpoints.formats.files import few
@@ -21,7 +22,7 @@ from selfspec.checkpoints.target_files import check_config, check_shards
 from selfspec.checkpoints.weights_hash import parts_of, weights_hash
 from selfspec.core.probe import served
 from selfspec.core.quantized import Int8Linear, has_kernel, quantize
-from selfspec.core.support import cast, refuse_any
+from selfspec.core.support import refuse_any
 from selfspec.core.target import Target
 from selfspec.engine.choose import check_engine
 from selfspec.utils.errors import did_you_mean, one_line
@@ -59,10 +60,12 @@ def load_target(
     """
     wanted, int8 = _dtype(dtype)
     named = isinstance(source, (str, Path))
+    device = None if device in (None, "auto") else str(device)
     if int8 and (divide is not None or loading or torch.device(device or "cpu").type != "cpu"):
         raise ValueError("dtype='int8' serves a whole target on the CPU; leave out device and what goes beside it")
+    if wanted is not None and "quantization_config" in loading:  # what is quantized is cast before
+        loading, wanted = {**loading, "dtype": wanted}, None
     check_engine(engine)
-    device = None if device == "auto" else device
     if device is not None:
         check_device(device)
     elif named and divide is None and not int8 and "device_map" not in loading:
@@ -83,8 +86,8 @@ def load_target(
     refuse_any(model)
     if wanted not in (None, torch.bfloat16) and any(isinstance(part, Int8Linear) for part in model.modules()):
         raise ValueError(f"dtype={dtype}: the model multiplies in 8 bits, which takes bfloat16; leave dtype out")
-    casts = wanted is not None and wanted != model.get_output_embeddings().weight.dtype
-    parts = parts_of(model) if casts or int8 or divide is not None else None  # of the weights as saved
+    wanted = wanted if wanted is not None and differs(model, wanted) else None
+    parts = parts_of(model) if wanted or int8 or divide is not None else None  # of the weights as saved
     saved = _placed(model, wanted, device, divide)
     if int8:
         quantize(model)
@@ -187,7 +190,7 @@ def _placed(
 ) -> tuple[str | None, torch.dtype | None]:
     """Cast and move a model. Returns hash and dtype of its weights as saved, where they were cast or divided."""
     saved_hash = saved_dtype = None
-    if wanted is not None and wanted != model.get_output_embeddings().weight.dtype:
+    if wanted is not None:
         saved_dtype = model.get_output_embeddings().weight.dtype
         saved_hash = weights_hash(model, torch.bfloat16)  # before it is cast: float16 would round what it can not hold
         cast(model, wanted)

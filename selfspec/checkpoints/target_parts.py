@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from selfspec.checkpoints.cast import stock_dtype
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import check_target_name
 from selfspec.checkpoints.load_target import load_tokenizer
 from selfspec.checkpoints.target_files import Shards, check_config
 from selfspec.checkpoints.weights_hash import parts_of
-from selfspec.core.support import layer_stack, stock_dtype
+from selfspec.core.support import layer_stack
 from selfspec.core.target import Target
 from selfspec.utils.machine import default_device, dtype_name
 

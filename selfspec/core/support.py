@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
-from collections.abc import Callable
-from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -18,8 +15,6 @@ from transformers import PreTrainedModel
 from selfspec.core.recurrent.mixers import keeps_state, mixers
 
 M = TypeVar("M", bound=nn.Module)
-# Parts of names that PEFT puts around stock layers
-_OF_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 _VERSION, _STATES = version("transformers"), (5, 21)  # since which layers ask their cache for states
 
 
@@ -152,41 +147,6 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
         if parameters.get("rope_type") == "longrope" and 0 < original < (longest or 2**62):
             return original, "rope_type longrope: beyond its original length one row changes the others of its pass"
     return longest, "max_position_embeddings"
-
-
-@torch.no_grad()
-def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast a model in place, to what transformers' from_pretrained(dtype=...) makes of it (see `stock_dtype`)."""
-    tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    odd = any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors.values())
-    if odd or getattr(model, "quantization_method", None) is not None:  # transformers knows what of these can be cast
-        model.to(dtype)  # type: ignore[arg-type]
-        return
-    own = stock_dtype(model, dtype)
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(own(name) or tensor.dtype)
-
-
-def stock_dtype(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """By a parameter's or buffer's name, the dtype that transformers' from_pretrained(dtype=...) gives it: float32 to
-    what its class keeps in it; their own to tensors that the class makes in one, such as rotary frequencies. None where
-    that is not known."""
-    kept = {torch.bfloat16: ["_strict"], torch.float16: ["_strict", ""]}.get(dtype, [])
-    names = [name for kind in kept for name in getattr(model, f"_keep_in_fp32_modules{kind}", None) or ()]
-    in_float32 = re.compile("|".join(name.replace("*", ".*") for name in names) or "(?!)")
-    saved, made = model.state_dict().keys(), dict[str, torch.dtype]()
-    with suppress(Exception), torch.device("meta"):  # of a class of its user's own, which takes other arguments
-        empty = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-        made = {name: tensor.dtype for name, tensor in (*empty.named_parameters(), *empty.named_buffers())}
-
-    def of(name: str) -> torch.dtype | None:
-        plain = _OF_PEFT.sub("", name)
-        if in_float32.search(plain):
-            return torch.float32
-        return made.get(plain, dtype if name in saved else None)
-
-    return of
 
 
 def attention_types(config: Any) -> tuple[int | None, set[str], dict[str, int | None]]:

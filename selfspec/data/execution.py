@@ -86,12 +86,13 @@ class Solves:
         answer, from where code begins, if it defines it; else the first block, or the answer, continues the prompt,
         up to where the function's body ends."""
         defines = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(self.entry_point)}\b", re.MULTILINE)
+        answer = answer.rpartition("</think>")[2]  # what it only thought of is no answer
         blocks = fenced_blocks(answer)
         before = list[str]()
         for block in blocks:
             code = textwrap.dedent(block)
             if defines.search(code):
-                return "\n".join([*before, code])
+                return "\n".join([*before, code if _is_program(code) else _code_of(code)])  # cut off, perhaps
             before += [code] if _helps(code) else []
         continues = not blocks and answer.lstrip("\n")[:1] in (" ", "\t")
         if not continues and defines.search(answer):

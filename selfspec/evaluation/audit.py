@@ -35,6 +35,7 @@ from selfspec.utils.progress import progress
 
 VERDICTS = ("identical", "explained by numerics", "BUG")
 _LIKELY = 16  # tokens whose logits count for the noise: unlikely ones decide nothing
+_ALIKE = 4  # roundings by which two passes over one prompt differ, where no noise is measured
 _SLACK = 3.0  # what may lie beyond the largest noise measured, of fewer positions and one kind of pass
 
 
@@ -225,6 +226,8 @@ def _parting(one: list[int], other: list[int]) -> int:
 def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
     """Decode every prompt plainly, alone, and speculatively in every setting, and compare row by row."""
     check(spec.target, prompts, Options(config.max_new_tokens))
+    if large := [size for size in config.batch_sizes if size > len(prompts)]:
+        print(f"warning: audit.batch_sizes={large}, but there are {len(prompts)} prompts: one batch of them")
     settings = [(t, s) for t in config.temperatures for s in (config.seeds if t > 0 else config.seeds[:1])]
     found = _Comparison(spec, prompts, config)
     with progress(total=2 * len(settings) * len(prompts) * (1 + len(found.trees)), desc="audit") as bar:
@@ -233,7 +236,7 @@ def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
             bar.set_postfix(divergences=len(found.divergences), tokens=found.tokens, refresh=False)
     measured = torch.cat(found.noise)
     # Of answers of one token, both sides of which are one pass over the prompt
-    least = found.largest * torch.finfo(spec.target.dtype).eps
+    least = _ALIKE * found.largest * torch.finfo(spec.target.dtype).eps
     noise = max(_largest(measured), least), float(measured.median())
     most = found.deviation_plain, found.deviation, found.missed
     return Audit(f"torch.{spec.target.dtype_name}", found.rows, found.tokens, *noise, *most, found.divergences)

@@ -75,6 +75,8 @@ class CompareConfig:
                 f"compare.questions={self.questions}"
             )
         as_seed(self.seed, "compare.seed")
+        for name in ("temperatures", "nodes", "drafters", "methods"):  # each once: 0 and 0.0 are one
+            setattr(self, name, list(dict.fromkeys(getattr(self, name))))
         known = [group for groups in SETS.values() for group in groups]
         if set(self.questions) <= set(SETS) and (unknown := set(self.groups or ()) - set(known)):
             raise ValueError(f"compare.groups holds {sorted(unknown)}; known are {', '.join(known)}")

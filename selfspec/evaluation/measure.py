@@ -83,7 +83,7 @@ def measure(
 
     Raises ValueError where `path` holds records of other texts.
     """
-    records = [] if path is None else _kept(path, points, others)
+    records = [] if path is None else _kept(spec, path, points, others)
     done = {(*record.point, record.arm, record.nodes) for record in records}
     left = [(i, point, [arm for arm in calls if (*point.key, *arm) not in done]) for i, point in enumerate(points)]
     left = [(i, point, arms) for i, point, arms in left if arms]
@@ -114,9 +114,9 @@ def _shown(records: list[Record]) -> dict[str, str]:
     return shown | {"speedup": interval(over_plain(alike))}
 
 
-def _kept(path: Path, points: Sequence[Point], others: bool) -> list[Record]:
-    """The records of an earlier run. Raises ValueError where they are of other texts, or, without `others`, of other
-    points."""
+def _kept(spec: Spec, path: Path, points: Sequence[Point], others: bool) -> list[Record]:
+    """The records of an earlier run, whose answers are checked again: what is right may have been mended since. Raises
+    ValueError where they are of other texts, or, without `others`, of other points."""
     records, texts = read_records(path), {point.key: point.texts for point in points}
     for record in records:
         if not others and record.point not in texts:
@@ -129,6 +129,15 @@ def _kept(path: Path, points: Sequence[Point], others: bool) -> list[Record]:
                 f"{path} holds records of another text for {record.questions[0][0] or record.prompt}: the questions or "
                 "the code that makes them changed; choose another name="
             )
+    batches = {point.key: point.batch for point in points}
+    known = dict[tuple[int, tuple[int, ...]], bool | None]()  # arms mostly write the same
+    for i, record in enumerate(records):
+        pairs = [*zip(batches.get(record.point, ()), record.token_ids, strict=False)]
+        for prompt, ids in pairs:
+            if (id(prompt), tuple(ids)) not in known:
+                known[id(prompt), tuple(ids)] = prompt.right(spec.tokenizer, ids)
+        if pairs:
+            records[i] = replace(record, right=[known[id(prompt), tuple(ids)] for prompt, ids in pairs])
     if path.exists():  # what was torn is dropped for good
         write_text(path, lines_of(records))
     return records

@@ -14,7 +14,7 @@ from selfspec.utils.files import Figures, mean, shown
 
 def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
     """The one Markdown table, columns aligned so that it reads in a terminal too; means over nothing are n/a."""
-    rows = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in rows]
+    columns, *rows = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in (columns, *rows)]
     rows = [[re.sub(r"\bnan(x\b| %|\b)", "n/a", cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]

@@ -7,6 +7,7 @@ python -m selfspec.integrations.lm_harness compare out/plain out/spec      # equ
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import StoppingCriteria
 
 from selfspec.api import NODES, load
 from selfspec.hf_generate import stopping
-from selfspec.utils.errors import one_line_errors
+from selfspec.utils.errors import did_you_mean, one_line_errors
 from selfspec.utils.files import Figures, read_json
 
 try:
@@ -27,6 +28,13 @@ try:
     from lm_eval.models.huggingface import HFLM
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f'{error}; pip install "selfspec[lm-eval]"') from error
+
+
+# Arguments of how the harness's own `hf` loads a model
+_OF_LOADING = (
+    *("peft", "delta", "autogptq", "gptqmodel", "gguf_file", "parallelize", "mixed_precision_dtype", "subfolder"),
+    *("max_memory_per_gpu", "tp_plan", "revision"),
+)
 
 
 class _Answer(StoppingCriteria):
@@ -56,6 +64,12 @@ class Harness(HFLM):
         engine: str = "auto",
         **arguments: Any,
     ) -> None:
+        known = inspect.signature(HFLM.__init__).parameters
+        for name, value in arguments.items():
+            if name not in known:
+                raise ValueError(f"--model_args {name}={value}: there is none{did_you_mean(name, ('nodes', *known))}")
+            if name in _OF_LOADING and value != known[name].default:
+                raise ValueError(f"--model_args {name}={value} is of loading a model, which selfspec does itself")
         # cuda is the command's own default
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             device = None

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from selfspec.checkpoints.cast import cast
 from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
 from selfspec.core.chains import ChainTarget
 from selfspec.core.options import end_tokens, integer
 from selfspec.core.quantized import has_kernel, quantize
-from selfspec.core.support import cast, view
+from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import PythonSource
