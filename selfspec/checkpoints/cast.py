@@ -27,7 +27,8 @@ def differs(model: PreTrainedModel, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast a model in place. Buffers that follow from its config are made anew, where they are what was made before."""
+    """Cast a model in place. A buffer that is a new model's buffer, rounded, takes the new model's exact value: a scale
+    that was rounded to bfloat16 is exact in float32."""
     if _libraries(model):
         model.to(dtype)  # type: ignore[arg-type]
         return
