@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import selfspec
 from selfspec.api import Spec
 from selfspec.checkpoints import load_target as target_file
-from selfspec.checkpoints.cast import cast
+from selfspec.checkpoints.cast import Stock
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import member_names
 from selfspec.checkpoints.load_target import load_target
@@ -78,14 +78,14 @@ def test_adapters_are_cast_with_their_model(tmp_path):
     assert {b.dtype for name, b in target.model.named_buffers() if "inv_freq" in name} == {torch.float32}
     routed = build("DeepSeek-V3 (MLA)", dtype=torch.float32)
     get_peft_model(routed, LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=["gate"]))
-    cast(routed, torch.bfloat16)
+    Stock(routed, torch.bfloat16).cast()
     assert {p.dtype for name, p in routed.named_parameters() if ".gate." in name} == {torch.float32}
 
 
 def test_a_class_of_ones_own_is_cast_without_its_buffers(monkeypatch):
     model = build("Llama", dtype=torch.float32)
     monkeypatch.setattr(type(model), "_from_config", lambda config, dtype: model.no_such_thing)
-    cast(model, torch.bfloat16)
+    Stock(model, torch.bfloat16).cast()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {b.dtype for b in model.buffers()} == {torch.float32}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,59 +16,54 @@ from transformers import PreTrainedModel
 _OF_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
-def differs(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether `cast` has something to change."""
-    if _libraries(model):
-        return model.get_output_embeddings().weight.dtype != dtype
-    own = stock_dtype(model, dtype)
-    return any(t.dtype != (own(name) or t.dtype) for name, t in _tensors(model).items() if t.is_floating_point())
+class Stock:
+    """What transformers' from_pretrained(dtype=...) would have made of a model: float32 of what its class keeps in it;
+    of tensors that the class makes in a dtype of their own, such as rotary frequencies, that."""
 
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self.model, self.dtype, self.saved = model, dtype, model.state_dict().keys()
+        kept = {torch.bfloat16: ["_strict"], torch.float16: ["_strict", ""]}.get(dtype, [])
+        names = [name for kind in kept for name in getattr(model, f"_keep_in_fp32_modules{kind}", None) or ()]
+        self.in_float32 = re.compile("|".join(name.replace("*", ".*") for name in names) or "(?!)")
+        made = _empty(model, dtype)
+        self.made = {} if made is None else _tensors(made)
+        # Tensors of other libraries: transformers knows which of them can be cast
+        odd = any(type(tensor) not in (Tensor, nn.Parameter) for tensor in _tensors(model).values())
+        self.theirs = odd or getattr(model, "quantization_method", None) is not None
 
-@torch.no_grad()
-def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast a model in place. A buffer that is a new model's buffer, rounded, takes the new model's exact value: a scale
-    that was rounded to bfloat16 is exact in float32."""
-    if _libraries(model):
-        model.to(dtype)  # type: ignore[arg-type]
-        return
-    own, made = stock_dtype(model, dtype), _empty(model, dtype)
-    fresh = {} if made is None else dict(made.named_buffers())
-    for name, tensor in _tensors(model).items():
-        if tensor.is_floating_point():
-            new = fresh.get(name)
-            rounded = None if new is None or new.is_meta else new.to(tensor)
-            same = rounded is not None and rounded.shape == tensor.shape and torch.equal(rounded, tensor)
-            value = new.to(tensor.device) if new is not None and same else tensor.data
-            tensor.data = value.to(own(name) or tensor.dtype)
-
-
-def stock_dtype(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """By a parameter's or buffer's name, the dtype that from_pretrained(dtype=...) gives it: float32 to what its class
-    keeps in it; their own to tensors that the class makes in one, such as rotary frequencies. None where that is not
-    known."""
-    kept = {torch.bfloat16: ["_strict"], torch.float16: ["_strict", ""]}.get(dtype, [])
-    names = [name for kind in kept for name in getattr(model, f"_keep_in_fp32_modules{kind}", None) or ()]
-    in_float32 = re.compile("|".join(name.replace("*", ".*") for name in names) or "(?!)")
-    saved, made = model.state_dict().keys(), _empty(model, dtype)
-    dtypes = {} if made is None else {name: tensor.dtype for name, tensor in _tensors(made).items()}
-
-    def of(name: str) -> torch.dtype | None:
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Of a parameter or buffer by its name; None where that is not known."""
         plain = _OF_PEFT.sub("", name)
-        if in_float32.search(plain):
+        if self.in_float32.search(plain):
             return torch.float32
-        return dtypes.get(plain, dtype if name in saved else None)
+        return self.made[plain].dtype if plain in self.made else self.dtype if name in self.saved else None
 
-    return of
+    @property
+    def differs(self) -> bool:
+        """Whether `cast` has something to change."""
+        if self.theirs:
+            return self.model.get_output_embeddings().weight.dtype != self.dtype
+        floats = ((name, t.dtype) for name, t in _tensors(self.model).items() if t.is_floating_point())
+        return any(dtype != (self.dtype_of(name) or dtype) for name, dtype in floats)
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Cast the model in place. A buffer that is a new model's buffer, rounded, takes the new model's exact value: a
+        scale that was rounded to bfloat16 is exact in float32."""
+        if self.theirs:
+            self.model.to(self.dtype)  # type: ignore[arg-type]
+            return
+        for name, tensor in _tensors(self.model).items():
+            if tensor.is_floating_point():
+                new, value = self.made.get(name), tensor.data
+                known = new is not None and not isinstance(new, nn.Parameter) and not new.is_meta
+                if new is not None and known and new.shape == tensor.shape and torch.equal(new.to(tensor), tensor):
+                    value = new.to(tensor.device)
+                tensor.data = value.to(self.dtype_of(name) or tensor.dtype)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict((*model.named_parameters(), *model.named_buffers()))
-
-
-def _libraries(model: PreTrainedModel) -> bool:
-    """Whether it holds tensors of other libraries: transformers knows which of them can be cast."""
-    odd = any(type(tensor) not in (Tensor, nn.Parameter) for tensor in _tensors(model).values())
-    return odd or getattr(model, "quantization_method", None) is not None
 
 
 class _Meta(TorchFunctionMode):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, logging
 
-from selfspec.checkpoints.cast import cast, differs
+from selfspec.checkpoints.cast import Stock
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import check_target_name
 from selfspec.checkpoints.formats.files import few
@@ -21,7 +21,7 @@ from selfspec.checkpoints.named import elsewhere
 from selfspec.checkpoints.target_files import check_config, check_shards
 from selfspec.checkpoints.weights_hash import parts_of, weights_hash
 from selfspec.core.probe import served
-from selfspec.core.quantized import Int8Linear, has_kernel, quantize
+from selfspec.core.quantized import has_int8, has_kernel, quantize
 from selfspec.core.support import refuse_any
 from selfspec.core.target import Target
 from selfspec.engine.choose import check_engine
@@ -84,11 +84,12 @@ def load_target(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
     refuse_any(model)
-    if wanted not in (None, torch.bfloat16) and any(isinstance(part, Int8Linear) for part in model.modules()):
+    if wanted not in (None, torch.bfloat16) and has_int8(model):
         raise ValueError(f"dtype={dtype}: the model multiplies in 8 bits, which takes bfloat16; leave dtype out")
-    wanted = wanted if wanted is not None and differs(model, wanted) else None
-    parts = parts_of(model) if wanted or int8 or divide is not None else None  # of the weights as saved
-    saved = _placed(model, wanted, device, divide)
+    stock = None if wanted is None else Stock(model, wanted)
+    stock = stock if stock is not None and stock.differs else None
+    parts = parts_of(model) if stock or int8 or divide is not None else None  # of the weights as saved
+    saved = _placed(model, stock, device, divide)
     if int8:
         quantize(model)
         if not has_kernel():
@@ -186,14 +187,15 @@ def _given(source: Any, loading: Figures) -> PreTrainedModel:
 
 
 def _placed(
-    model: Any, wanted: torch.dtype | None, device: str | None, divide: Callable[[PreTrainedModel], None] | None
+    model: Any, stock: Stock | None, device: str | None, divide: Callable[[PreTrainedModel], None] | None
 ) -> tuple[str | None, torch.dtype | None]:
-    """Cast and move a model. Returns hash and dtype of its weights as saved, where they were cast or divided."""
+    """Cast and move a model. stock: it in the wanted dtype, None where it has that. Returns hash and dtype of its
+    weights as saved, where they were cast or divided."""
     saved_hash = saved_dtype = None
-    if wanted is not None:
+    if stock is not None:
         saved_dtype = model.get_output_embeddings().weight.dtype
         saved_hash = weights_hash(model, torch.bfloat16)  # before it is cast: float16 would round what it can not hold
-        cast(model, wanted)
+        stock.cast()
     if divide is not None:
         saved_hash = saved_hash or weights_hash(model, torch.bfloat16)
         divide(model)

@@ -3,7 +3,7 @@ trained on hidden states which come from elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoints.cast import stock_dtype
+from selfspec.checkpoints.cast import Stock
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import check_target_name
 from selfspec.checkpoints.load_target import load_tokenizer
@@ -100,11 +100,8 @@ def _checked(model: PreTrainedModel) -> Target:
 
 
 @contextmanager
-def _one_layer(
-    target: Target, shards: Shards, layer: int, dtype: Callable[[str], torch.dtype | None]
-) -> Iterator[None]:
-    """A layer's own weights, for as long as the block runs. dtype: of each, by its name. Raises ValueError where the
-    files name them otherwise."""
+def _one_layer(target: Target, shards: Shards, layer: int, stock: Stock) -> Iterator[None]:
+    """A layer's own weights, for as long as the block runs. Raises ValueError where the files name them otherwise."""
     stack = layer_stack(target.model)
     prefix = next(n for n, m in target.model.named_modules() if m is stack)
     names = [f"{prefix}.{layer}.{n}" for n, _ in stack[layer].named_parameters()]
@@ -113,7 +110,7 @@ def _one_layer(
     old = {n: target.model.get_parameter(n) for n in names}
     try:
         for n in names:
-            put(target.model, n, shards.read(str(shards.find(n))).to(target.device, dtype(n)))
+            put(target.model, n, shards.read(str(shards.find(n))).to(target.device, stock.dtype_of(n)))
         yield
     finally:
         for n, empty in old.items():
@@ -125,9 +122,9 @@ def _one_layer(
 @torch.no_grad()
 def layer_by_layer(target: Target, tokens: Tensor, shards: Shards) -> Iterator[tuple[int, Tensor]]:
     """Outputs [1, S, H] of the target's layers on a text, tokens int64 [1, S], with one layer in memory at a time."""
-    hidden, dtype = None, stock_dtype(target.model, target.dtype)
+    hidden, stock = None, Stock(target.model, target.dtype)
     for layer in range(target.n_layers):
-        with _one_layer(target, shards, layer, dtype):
+        with _one_layer(target, shards, layer, stock):
             target.check()  # views are built anew
             span = (layer, layer + 1)
             hidden = target.text(tokens, False, span, hidden, reads=(layer,)).features[layer].clone()

@@ -100,8 +100,8 @@ def differences(one: Path, other: Path) -> list[str]:
     (first, second), (here, there) = configs, places
     keys = sorted(key for key in first.keys() & second.keys() if first[key] != second[key] and key not in _REPORTS)
     apart = [(key.replace("/", "."), first[key], second[key]) for key in keys]
-    told = {key for key, _, _ in apart}
-    both = sorted(name for name in here.keys() & there.keys() if here[name] != there[name] and name[0] not in told)
+    listed = {key for key, _, _ in apart}
+    both = sorted(name for name in here.keys() & there.keys() if here[name] != there[name] and name[0] not in listed)
     apart += [(name[0], " or ".join(sorted(here[name])), " or ".join(sorted(there[name]))) for name in both]
     return [f"{key}: {one_value} / {other_value}" for key, one_value, other_value in apart]
 

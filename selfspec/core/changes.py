@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.core.quantized import Int8Linear
+from selfspec.core.quantized import has_int8
 
 # Of PEFT's layers: what a view copies, and which adapters are in the weights
 _ADAPTER_STATE, _MERGED = ("_disable_adapters", "_active_adapter", "scaling"), "merged_adapters"
@@ -19,7 +19,7 @@ class Changes:
     bits."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.int8 = model, _in_8_bits(model)
+        self.model, self.int8 = model, has_int8(model)
         self._loaded, self._structure = self._head(), self._structure_now()
 
     def _head(self) -> tuple[object, ...]:
@@ -69,7 +69,7 @@ class Changes:
         if (now := self._structure_now()) == self._structure:
             return False, False
         refuse(self.model)
-        if self.int8 != _in_8_bits(self.model):
+        if self.int8 != has_int8(self.model):
             raise ValueError(
                 f"target.model was changed after loading: its linear maps {'no longer ' * self.int8}multiply in 8 "
                 "bits; load it anew: selfspec.load(..., target=model)"
@@ -82,7 +82,3 @@ class Changes:
 def _address(tensor: Tensor) -> int:
     """Where a plain tensor lies: `.data` can be given another place."""
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
-
-
-def _in_8_bits(model: PreTrainedModel) -> bool:
-    return any(isinstance(part, Int8Linear) for part in model.modules())

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from selfspec.engine.kernels.int8 import fits, has_kernel, in_8_bits, int8_rows, to_int8
 from selfspec.engine.kernels.weights import sampled
 
-__all__ = ["Int8Linear", "has_kernel", "in_8_bits", "quantize", "unquantized"]
+__all__ = ["Int8Linear", "has_int8", "has_kernel", "in_8_bits", "quantize", "unquantized"]
 
 
 class Int8Linear(nn.Linear):
@@ -71,13 +71,18 @@ class _Differentiable(torch.autograd.Function):
 _product: Any = _Differentiable.apply
 
 
+def has_int8(model: nn.Module) -> bool:
+    """Whether some of its linear maps multiply in 8 bits."""
+    return any(isinstance(part, Int8Linear) for part in model.modules())
+
+
 def quantize(model: PreTrainedModel) -> None:
     """Linear maps of a bfloat16 model on the CPU multiply in 8 bits from now on, lm_head included; embeddings and the
     rest stay. Raises ValueError where no map can."""
     linears = [
         (path, part) for path, part in model.named_modules() if type(part) is nn.Linear and fits(part.weight.detach())
     ]
-    if not linears and not any(isinstance(part, Int8Linear) for part in model.modules()):
+    if not linears and not has_int8(model):
         raise ValueError(
             f"dtype='int8' serves bfloat16 linear maps [N, K] on the CPU, N a multiple of 16 and K of 32; "
             f"{type(model).__name__} has none"

@@ -42,7 +42,7 @@ class Broken:
 
 @dataclass(frozen=True, kw_only=True)
 class Records(ABC):
-    """A record is an object with ShareGPT `conversations`, OpenAI `messages`, or plain `text`, told apart one by one;
+    """A record is an object with ShareGPT `conversations`, OpenAI `messages`, or plain `text`, each judged by itself;
     or with `input_ids` and `loss_mask`, tokens that an engine has read and written, which then are taken as they are
     (`tokens` is a list of such objects, of which one conversation consists).
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoints.cast import cast
+from selfspec.checkpoints.cast import Stock
 from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
 from selfspec.core.chains import ChainTarget
 from selfspec.core.options import end_tokens, integer
@@ -192,7 +192,7 @@ def _writer(target: Target, int8: bool) -> Target:
     elif int8 and not target.int8:
         if target.dtype != torch.bfloat16:
             model = deepcopy(target.model)
-            cast(model, torch.bfloat16)
+            Stock(model, torch.bfloat16).cast()
         quantize(model)
     writer = Target(model, returns=target.returns)
     try:
