@@ -34,10 +34,23 @@ def test_weights_are_those_that_a_pass_reads():
     assert products == 2 * (size // 8 - norms)
     tied = tiny_model(tie_word_embeddings=True)
     assert weights_of(Target(tied))[0] == sum(p.numel() * 8 for p in tied.parameters())
-    models = [build("Mixtral", num_experts_per_tok=k) for k in (2, 1)]
-    one_expert = sum(p[0].numel() for name, p in models[0].named_parameters() if "experts." in name)
-    two, one = (weights_of(Target(model))[1] for model in models)
-    assert two - one == 2 * one_expert  # a token takes no others
+
+
+@pytest.mark.parametrize(
+    ("family", "taken"),
+    [
+        ("Mixtral", "num_experts_per_tok"),
+        ("gpt-oss (attention sinks)", "num_experts_per_tok"),
+        ("Kimi Linear (MLA)", "num_experts_per_token"),
+    ],
+)
+def test_a_token_takes_no_other_experts(family, taken):
+    models = [build(family, **{taken: k}) for k in (2, 1)]
+    names = [(name, p) for name, p in models[0].named_parameters() if ".experts." in name]
+    one_expert = sum(p[0].numel() for _, p in names)
+    (size_two, two), (size_one, one) = (weights_of(Target(model)) for model in models)
+    assert two - one == 2 * one_expert > 0
+    assert size_two - size_one == 8 * one_expert
 
 
 def test_the_machine_is_measured(monkeypatch):

@@ -36,6 +36,8 @@ _CONTEXT = 128  # kept tokens behind which passes are timed
 _STEPS = 16  # tokens of a call in which drafts are timed
 _BLOCK = 8  # passes of one kind in a row, the first two of which are not timed
 _PLAUSIBLE = 0.8  # of one node's time that a pass over more of them takes at least
+_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"  # of a config: how many there are
+_EXPERTS_TAKEN = "num_experts_per_tok", "num_experts_per_token", "moe_topk"  # and how many a token takes
 _SHORTEST = 0.02  # seconds that one measurement of the machine takes at least
 
 
@@ -118,11 +120,14 @@ def weights_of(target: Target) -> tuple[int, int]:
     """Bytes of weights that a pass reads at least, and products and additions for one node; of experts, those that one
     token takes."""
     table, read = target.model.get_input_embeddings().weight, dict[int, tuple[torch.Tensor, float]]()
-    taken = getattr(target.model.config.get_text_config(), "num_experts_per_tok", 0)
+    config = target.model.config.get_text_config()
+    counts, takes = ([getattr(config, name, None) or 0 for name in names] for names in (_EXPERTS, _EXPERTS_TAKEN))
     for name, p in target.model.named_parameters():
-        experts = isinstance(taken, int) and taken > 0 and "experts." in name and p.ndim == 3
+        # Experts' weights [experts, ...] and biases [experts, outputs]; a router has one row for each of them too
+        named, counted = "experts." in name and "router" not in name, p.ndim > 1 and len(p) in counts
+        experts = (named and counted) or (p.ndim == 3 and (named or counted))
         if p is not table or p is target.lm_head.weight:
-            read[id(p)] = p, min(1.0, taken / len(p)) if experts else 1.0
+            read[id(p)] = p, min(1.0, max(takes) / len(p)) if experts and any(takes) else 1.0
     size = sum(p.numel() * p.element_size() * share for p, share in read.values())
     for part in target.model.modules():
         if isinstance(part, Int8Linear):
