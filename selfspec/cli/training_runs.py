@@ -181,6 +181,7 @@ def _tokenized(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus,
         end = data.template.prompt_end if hasattr(data, "template") else ()
         return tokenize(data.train(), tokenizer, end), tokenize(data.validation(), tokenizer, end)
     state, problem = shard.group(str(target.device)), None
+    texts: tuple[Corpus, Corpus] | None = None
     if isinstance(data, Server) and state.is_main_process:
         try:
             data.write()
@@ -189,12 +190,12 @@ def _tokenized(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus,
     state.wait_for_everyone()
     if problem is None and state.is_local_main_process:
         try:
-            stored(data, tokenizer, cache_folder() / "texts")
+            texts = stored(data, tokenizer, cache_folder() / "texts")
         except ValueError as error:
             problem = str(error)
     if problems := [text for text in shard.gathered([problem]) if text is not None]:
         raise ValueError(problems[0])  # in all processes, none of which then waits for another
-    return stored(data, tokenizer, cache_folder() / "texts")
+    return texts or stored(data, tokenizer, cache_folder() / "texts")
 
 
 def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.data.corpus import Document
 from selfspec.data.documents import Broken, Records
 from selfspec.utils.errors import visible
-from selfspec.utils.files import disk_room, read_json
+from selfspec.utils.files import disk_room, is_main_process, read_json
 from selfspec.utils.progress import progress
 
 _BATCH = 512  # documents that go through the tokenizer at once
@@ -194,9 +194,9 @@ class _Writer:
 
 
 def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus, Corpus]:
-    """Training and validation texts of records, tokenized once. The files lie in `folder` under a hash of the records,
-    of the tokenizer and of its chat template. A second call maps the files; only pages that are read take memory. What
-    was left out is reported in both cases. Raises ValueError as `Records.documents` does."""
+    """Training and validation texts of records, tokenized once into files in `folder`, under a hash of the records, the
+    tokenizer and its chat template. A second call maps the files; only pages that are read take memory. What was left
+    out is printed by both. Raises ValueError as `Records.documents` does."""
     folder = folder / _key(source, tokenizer)
     if (about := _about(folder)) is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -210,23 +210,26 @@ def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus,
                 os.rename(scratch, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        about = _about(folder)
-        assert about is not None
+        assert (about := _about(folder)) is not None
     if about["broken"] > source.tolerate:
         raise ValueError(
             f"{about['named'][0]}; it is one of {about['broken']} broken records, and data.tolerate={source.tolerate}"
         )
+    if is_main_process():
+        sys.stderr.writelines(f"{line}\n" for line in _left_out(about, source))
+    shared = about, tuple(source.template.prompt_end), beginning(tokenizer)
+    return _mapped(folder, _PARTS[0], *shared), _mapped(folder, _PARTS[1], *shared)
+
+
+def _left_out(about: dict[str, Any], source: Records) -> Iterator[str]:
     if about["broken"]:
-        named = "\n  ".join(map(visible, about["named"]))
-        print(f"{about['broken']} broken records of {source} are left out, among them:\n  {named}", file=sys.stderr)
+        yield f"{about['broken']} broken records of {source} are left out, among them:"
+        yield from (f"  {visible(why)}" for why in about["named"])
     if about["empty"]:
-        print(f"{about['empty']} records of {source} hold no text, or no assistant's turn", file=sys.stderr)
+        yield f"{about['empty']} records of {source} hold no text, or no assistant's turn"
     if about["left"]:
-        turns = f"{about['left']} of {about['turns']} assistant turns of {source}"
-        print(f"{turns} are left out, the first: {visible(about['why'])}", file=sys.stderr)
-    more = tuple(source.template.prompt_end), beginning(tokenizer)
-    train, validation = (_mapped(folder, part, about, *more) for part in _PARTS)
-    return train, validation
+        share = f"{about['left']} of {about['turns']}"
+        yield f"{share} assistant turns of {source} are left out, the first: {visible(about['why'])}"
 
 
 def _about(folder: Path) -> dict[str, Any] | None:
@@ -273,8 +276,7 @@ def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
     for part, writer in writers.items():
         (folder / f"{part}.talks").write_bytes(bytes(writer.is_chat))
     files = {f"{part}.{name}": _file_hash(folder / f"{part}.{name}") for part in _PARTS for name in _SIZES}
-    left_out = {**vars(broken), "broken": broken.count, "files": files}
-    (folder / "about.json").write_text(json.dumps({**about, **left_out}))
+    (folder / "about.json").write_text(json.dumps({**about, **vars(broken), "broken": broken.count, "files": files}))
 
 
 def _file_hash(path: Path) -> str:
