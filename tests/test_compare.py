@@ -132,6 +132,9 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides, tmp_path):
     )
     more = run_compare(compose_config("compare", *overrides, *fewer), tmp_path / "run")
     assert len(more) == len(rows) + 3  # what was measured before is kept
+    limits = [[(row["T"], row["arm"]) for row in of if "limit" in row and row["nodes"] != "6"] for of in (rows, more)]
+    assert limits[0] == limits[1] != []
+    assert json.loads((tmp_path / "run" / "compare.json").read_text())["prices"].keys() == saved["prices"].keys()
     one = compose_config("compare", *overrides, "compare.groups=[convert]", "compare.seed=0")
     assert {r["arm"] for r in run_compare(one, tmp_path / "run")} == {r["arm"] for r in rows}  # the same texts alone
     altered = path.read_text().replace('"texts": [', '"texts": [1')

@@ -241,8 +241,11 @@ def test_two_runs_are_set_beside_each_other(tmp_path, capsys):
         return {"config": config, "arms": {}, "identical": {}, "speedup": {"autoregressive": ratio}}
 
     for run, points in (
-        ("a", [point("x", 1.0, 1.2), point("p/y", 1.0, 1.1), point("only", 1.0, 1.1)]),
-        ("b", [point("x", 1.1, 1.3), point("q/y", 1.2, 1.4)]),
+        (
+            "a",
+            [point("x", 1.0, 1.2), point("p/y", 1.0, 1.1), point("only", 1.0, 1.1), point("one", math.nan, math.nan)],
+        ),
+        ("b", [point("x", 1.1, 1.3), point("q/y", 1.2, 1.4), point("one", math.nan, math.nan)]),
     ):
         for i, own in enumerate(points):
             (tmp_path / run / str(i)).mkdir(parents=True)
@@ -250,13 +253,16 @@ def test_two_runs_are_set_beside_each_other(tmp_path, capsys):
     run_report(compose_config("report", f"sweep={tmp_path}/a", f"against={tmp_path}/b"))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[4].strip() for line in lines[2:4]] == ["same", "DIFFERS"]
-    assert "1 of 2 speedups have overlapping intervals (50%)" in lines[-5]
+    assert "1 of 2 speedups have overlapping intervals (50%)" in lines[-7]
+    assert lines[-5] == "1 of one question, which gives no interval: one"
     assert lines[-3] == f"1 only in {tmp_path}/a: only"
     assert lines[-1] == "the runs differ in drafter: p/y / q/y"
     (tmp_path / "linked").mkdir()
     for link, to in (("linked/0", "a/0"), ("a/again", "a/1")):
         (tmp_path / link).symlink_to(tmp_path / to)
-    assert [len(read_points(tmp_path / run)[0]) for run in ("linked", "a")] == [1, 3]
+    assert [len(read_points(tmp_path / run)[0]) for run in ("linked", "a")] == [1, 4]
+    own = f"sweep={tmp_path}/a/3", f"against={tmp_path}/b/2"
+    refused("both measured one question, which gives no interval", run_report, compose_config("report", *own))
 
 
 def test_a_mean_over_nothing_is_never_a_zero():

@@ -83,7 +83,7 @@ def trained(package, tiny_folder, source_root, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_drafter_of_another_package(trained, source_root, tmp_path, package):
+def test_a_drafter_of_another_package(trained, source_root, tmp_path, package, monkeypatch):
     assert len(BIGRAM.splitlines()) <= 40
     meta = json.loads((trained / "drafter" / "drafter.json").read_text())
     assert (meta["kind"], meta["config"]) == ("ownpkg.mine.Bigram", {"rank": 8, "depth": 3})
@@ -113,6 +113,10 @@ def test_a_drafter_of_another_package(trained, source_root, tmp_path, package):
     assert head.split("|")[-2].strip() == "slowest"
     assert row.split("|")[-2].strip() == "of 6"  # its own | is escaped
     assert row.split("|")[-3].endswith(" s \\")
+    with monkeypatch.context() as mended:  # a finished point shows what the function says now
+        mended.setattr("ownpkg.columns.slowest", lambda point, records: "mended")
+        again = run_decode(compose_config("eval", *own, *measured.split()), tmp_path / "point")
+    assert {**again, "label": point["label"]} == {**point, "columns": {"slowest": "mended"}}
     own = [*own[:2], "decode.columns=[ownpkg.columns.failing]", own[3]]
     with pytest.raises(
         ValueError, match=r"decode.columns: failing failed \(KeyError\('boom'\)\); what was measured is"

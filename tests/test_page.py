@@ -185,7 +185,13 @@ def test_what_another_page_shows_stands_behind_what_the_folders_hold(runs, tmp_p
         both = page_data(PageConfig(order))
         for part in ("comparisons", "curves", "traces", "acceptance"):
             assert both[part] == own[part] + saved[part]
-    for content in ("{", "[]", '{"version": 9}', json.dumps({**saved, "traces": {}})):
+    for content in (
+        "{",
+        "[]",
+        '{"version": 9}',
+        json.dumps({**saved, "traces": {}}),
+        json.dumps({**saved, "curves": [3]}),
+    ):
         path.write_text(content)
         refused("is not the data of a page", page_data, PageConfig([str(path)]))
 

@@ -279,6 +279,11 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     for second in ('{"st', "3", '{"step": "2"}'):
         path.write_text(f'{{"step": 1}}\n{second}\n{{"step": 3}}\n')
         refused("line 2: no record in JSON", list, whole_lines(path))
+    for torn in ('{"st', '{"st\n'):  # what follows begins a line of its own
+        path.write_text('{"step": 1}\n' + torn)
+        with RunLog(tmp_path, Logged("x", "none"), {}, "a.jsonl") as log:
+            log.write({"loss": 1.0}, 2)
+        assert [record["step"] for _, record in whole_lines(path)] == [1, 2]
 
 
 # -- labels and plots
@@ -511,6 +516,30 @@ def test_what_is_finished_stays(heads_folder, tiny_folder, source_root, tmp_path
         assert Path("runs/point/a.jsonl").is_file()
     assert typed(*again, "hydra.run.dir=runs/point", "decode.seed=9") == 2
     assert "decode.seed was" in capsys.readouterr().err
+
+
+def test_a_finished_measurement_is_of_these_questions(heads_folder, source_root, tmp_path, monkeypatch, capsys):
+    """It is shown for no others, nor without its settings; a damaged summary is made anew from the records."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jsonl").write_text('{"text": "def one(a, b):"}\n')
+    short = ("decode.questions=mine.jsonl", "decode.prompts=1", "decode.max_new_tokens=4", "decode.repeats=1")
+    arms = ("decode.arms=[autoregressive,speculative]", "logger=none", f"data.root={source_root}")
+    again = ("decode", f"drafter={heads_folder}", *arms, *short, "hydra.run.dir=runs/point")
+    assert typed(*again) == 0
+    whole = Path("runs/point/summary.json").read_text()
+    for damaged in ("{}", whole[:50], whole.replace('"arms"', '"arm"')):
+        Path("runs/point/summary.json").write_text(damaged)
+        assert typed(*again) == 0
+        assert json.loads(Path("runs/point/summary.json").read_text())["arms"] == json.loads(whole)["arms"]
+    capsys.readouterr()
+    for name in ("config.yaml", "records.jsonl"):
+        kept = Path("runs/point", name).rename(tmp_path / "kept")
+        assert typed(*again) == 2
+        assert f"is there, but no {name}; delete the folder" in capsys.readouterr().err
+        kept.rename(f"runs/point/{name}")
+    Path("mine.jsonl").write_text('{"text": "def other(a, b):"}\n')
+    assert typed(*again) == 2
+    assert "holds records of another text for" in capsys.readouterr().err
 
 
 def test_what_was_measured_of_another_drafter_is_no_result_of_this_one(

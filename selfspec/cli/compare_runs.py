@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -32,7 +33,7 @@ from selfspec.evaluation.compare import (
 from selfspec.evaluation.peers import check_peers, made_with
 from selfspec.evaluation.plots import plot_comparison
 from selfspec.evaluation.records import RECORDS, read_records
-from selfspec.utils.files import Figures, section, write_section, write_text
+from selfspec.utils.files import Figures, read_json, section, write_section, write_text
 from selfspec.utils.machine import device_type
 from selfspec.utils.tracking import RunLog
 
@@ -88,6 +89,14 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     return rows
 
 
+def _earlier(folder: Path) -> Figures:
+    """What an earlier call left in the folder, whose arms may be left out of this one."""
+    with suppress(ValueError, OSError):
+        figures: Figures = read_json(folder / "compare.json")
+        return figures if isinstance(figures.get("prices"), dict) else {}
+    return {}
+
+
 def _comparison(
     run: CompareRun, config: DictConfig, folder: Path, path: Path, plain: Figures
 ) -> tuple[list[Figures], str]:
@@ -112,12 +121,17 @@ def _comparison(
     (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
     with RunLog(folder, run, plain, "figures.jsonl") as log:
         measured = run_comparison(specs, draft_model, prompts, run.compare, path)
-        costs = {t: pass_costs(target, 1, t > 0, insist=True) for t in run.compare.temperatures}
+        costs = {t: pass_costs(target, 1, t > 0, insist=True) for t in sorted({r.temperature for r in measured})}
         rows = summarize_comparison(measured, costs)
-        prices = {name: price(name, spec.drafter, target) for name, spec in specs.items()}
+        earlier = _earlier(folder) if kept else {}
+        prices = {name: of for name, of in earlier.get("prices", {}).items() if name in {each.arm for each in kept}}
+        prices |= {name: price(name, spec.drafter, target) for name, spec in specs.items()}
         if draft_model is not None and run.compare.draft_model is not None:
             prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
-        figures = {"rows": rows, "prices": prices, **origin(target.device), "engines": engines, "config": plain}
+        made, engines = origin(target.device), engines or earlier.get("engines")
+        commands = dict.fromkeys([*earlier.get("command", "").splitlines(), made["command"]])
+        made["command"] = "\n".join(commands)
+        figures = {"rows": rows, "prices": prices, **made, "engines": engines, "config": plain}
         write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")
         text = comparison_tables(measured, rows, prices) + ("" if engines is None else f"\n\n{engines}")
         write_text(folder / "table.md", text + "\n")

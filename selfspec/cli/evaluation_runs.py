@@ -22,7 +22,7 @@ from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.loading import find_drafter, members_of
 from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, ShowRun
 from selfspec.cli.origin import check_origin, origin
-from selfspec.cli.run_folders import as_plain, check_same, run_folder, typed
+from selfspec.cli.run_folders import as_plain, run_folder, typed
 from selfspec.cli.show import show
 from selfspec.cli.training_runs import build_data, tokenizer_of
 from selfspec.core.target import Target
@@ -35,12 +35,20 @@ from selfspec.evaluation.decode import defined, host_overhead, run_benchmark, su
 from selfspec.evaluation.figures import total
 from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
-from selfspec.evaluation.points import answer_files, check_ids, labelled, rows_of, write_answers, write_point
-from selfspec.evaluation.records import RECORDS, Record
+from selfspec.evaluation.points import (
+    answer_files,
+    check_ids,
+    finished_point,
+    labelled,
+    rows_of,
+    write_answers,
+    write_point,
+)
+from selfspec.evaluation.records import RECORDS, Record, read_records
 from selfspec.evaluation.tables import audit_report, limits_tables
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, spread, write_samples
 from selfspec.utils.exactness import ROUNDED
-from selfspec.utils.files import Figures, mean, read_json, section, shown, write_section, write_text
+from selfspec.utils.files import Figures, mean, section, shown, write_section, write_text
 from selfspec.utils.machine import device_type
 from selfspec.utils.tracking import RunLog
 
@@ -83,18 +91,17 @@ def _loaded(run: Measurement, config: DictConfig) -> Spec:
 
 
 def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
-    """One benchmark point: its records, figures and plots in `folder`. One that is finished there is read, unless more
-    is asked for; one that was killed goes on with what is missing. title: of the point in the run's logger."""
+    """One benchmark point: its records, figures and plots in `folder`. Of one that was killed what is missing is
+    measured; of one that is finished nothing, but its answers are checked again. title: of the point in the run's
+    logger."""
     run = typed(EvalRun, config)
     columns = _own_columns(run.decode.columns)
     spec = _loaded(run, config)
-    begun = folder / "summary.json"
-    summary = read_json(begun) if begun.is_file() else None
-    if summary is not None and _outputs(summary["config"]) == _outputs(as_plain(config)) and _has(summary, columns):
-        check_same(folder / "config.yaml", as_plain(config), _BESIDE)
-        check_origin(folder, begun, spec.target, {run.drafter: spec.drafter})
-        print(f"{folder} is finished; delete it to measure it again")
-        return summary
+    path, begun = folder / RECORDS, folder / "summary.json"
+    summary = finished_point(begun)
+    if summary is not None and not path.is_file():
+        raise ValueError(f"{begun} is there, but no {RECORDS}; delete the folder, or choose another name=")
+    done = summary is not None and _outputs(summary["config"]) == _outputs(as_plain(config))
     again = False
     with suppress(Exception):  # of a config that is not there, or damaged, of which `check_same` tells
         again = OmegaConf.select(OmegaConf.load(folder / "config.yaml"), "decode.answers") == run.decode.answers
@@ -102,10 +109,17 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     if files:
         check_ids(questions)
-    path = folder / RECORDS
     with run_folder(config, folder, path, _BESIDE) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
-        check_origin(folder, path, spec.target, {run.drafter: spec.drafter})
+        check_origin(folder, begun if done else path, spec.target, {run.drafter: spec.drafter})
+        before = len(read_records(path))
         records = run_benchmark(spec, prompts, run.decode, run.tree.nodes, path)
+        if summary is not None and done and len(records) == before:
+            point = summary | summarize(records)
+            if "speculative" in summary:
+                point["speculative"] = summary["speculative"] | point["speculative"]
+            point |= _written(folder, point, records, columns)
+            print(f"{folder} is finished; delete it to measure it again")
+            return point
         point = {"config": plain, "dtype": f"torch.{spec.target.dtype_name}", **summarize(records)}
         speculative = [record for record in records if record.arm == "speculative"]
         same = point["identical"].get("autoregressive")
@@ -131,10 +145,7 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
             write_traces(folder / "traces.jsonl", spec, prompts, run.decode, run.tree.nodes, run.drafter)
         if files:
             write_answers(files, questions, records, spec, run.name)
-        write_point(folder, point, records)
-        if columns:
-            point["columns"] = {name: _cell(name, column, point, records) for name, column in columns.items()}
-            write_point(folder, point, records)
+        point |= _written(folder, point, records, columns)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
         labelled([point])
         log.images(plot_points(rows_of([point]), folder))
@@ -158,9 +169,14 @@ def _own_columns(paths: list[str]) -> dict[str, Column]:
     return columns
 
 
-def _has(summary: Figures, columns: dict[str, Column]) -> bool:
-    """Whether a point has all columns: a function may have failed."""
-    return bool(summary.get("columns", {}).keys() == columns.keys())
+def _written(folder: Path, point: Figures, records: list[Record], columns: dict[str, Column]) -> Figures:
+    """A point and its records, written before functions of others see them; then with their columns, if there are."""
+    write_point(folder, point, records)
+    if columns:
+        cells = {name: _cell(name, column, point, records) for name, column in columns.items()}
+        write_point(folder, point | {"columns": cells}, records)
+        return {"columns": cells}
+    return {}
 
 
 def _outputs(config: Figures) -> Figures:
@@ -237,7 +253,7 @@ def run_calibrate(config: DictConfig, folder: Path) -> Figures:
             chosen = spread(len(samples))
             again = [samples[i] for i in chosen], run.calibrate.max_new_tokens, [seeds[i] for i in chosen]
             figures[mode]["decoded"] = decoded(target, drafter, mode, *again)
-        note = f"{run.drafter}, calibrated on {len(prompts)} answers of the target at each temperature; not trained."
+        note = f"{run.drafter}, calibrated on {len(prompts)} answers of the target at each temperature."
         save_drafter(drafter, place, target, target.name, spec.tokenizer, note)
         write_text(folder / "calibration.json", json.dumps(figures, indent=1) + "\n")
     return figures

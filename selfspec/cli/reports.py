@@ -39,10 +39,10 @@ def run_report(config: DictConfig) -> None:
     ReportRun(config.sweep, config.against)  # checks that both are there
     folder = Path(config.sweep)
     if config.against is not None:
-        pairs, alone = agreement(folder, Path(config.against))
+        pairs, left_out = agreement(folder, Path(config.against))
         print(agreement_table(pairs))
-        for place, names in alone.items():
-            print(f"\n{len(names)} only in {place}: {', '.join(names[:_NAMED])}{', ...' * (len(names) > _NAMED)}")
+        for why, names in left_out.items():
+            print(f"\n{len(names)} {why}: {', '.join(names[:_NAMED])}{', ...' * (len(names) > _NAMED)}")
         if apart := differences(folder, Path(config.against)):
             print(f"\nthe runs differ in {'; '.join(apart)}")
         return
@@ -62,25 +62,32 @@ def run_report(config: DictConfig) -> None:
     print(f"by group of text: {folder / 'table.md'}; plots beside it")
 
 
-def agreement(one: Path, other: Path) -> tuple[list[Figures], dict[Path, list[str]]]:
+def agreement(one: Path, other: Path) -> tuple[list[Figures], dict[str, list[str]]]:
     """Speedups over plain decoding that two runs both measured, sweeps of eval/decode.py or comparisons: `same` where
-    their intervals overlap; and the names of those that only one has. Raises ValueError where they have none in
-    common."""
+    their intervals overlap; and the names of those that are left out, by why. Raises ValueError where no pair is
+    left."""
     if one.resolve() == other.resolve():
         raise ValueError(f"sweep and against are the same folder, {one}; give two runs")
     first, second = _ratios(one, other), _ratios(other, one)
     for folder, ratios in ((one, first), (other, second)):
         if not ratios:
             raise ValueError(f"{folder} holds no finished run with a speedup over plain decoding")
-    pairs = []
+    pairs, single = [], []
     for name in (name for name in first if name in second):
         a, b = first[name], second[name]
-        if not math.isnan(a["low"] + b["low"]):  # of a single question there is no interval
+        if math.isnan(a["low"] + b["low"]):
+            single.append(name)
+        else:
             pairs.append({"name": name, "one": a, "other": b, "same": a["low"] <= b["high"] and b["low"] <= a["high"]})
     if not pairs:
-        raise ValueError(f"{one} and {other} have no measurement in common")
-    alone = {one: [name for name in first if name not in second], other: [name for name in second if name not in first]}
-    return pairs, {place: names for place, names in alone.items() if names}
+        why = f"of {single[0]} both measured one question, which gives no interval" if single else "none is of both"
+        raise ValueError(f"{one} and {other} have no measurements to set side by side: {why}")
+    left_out = {
+        "of one question, which gives no interval": single,
+        f"only in {one}": [name for name in first if name not in second],
+        f"only in {other}": [name for name in second if name not in first],
+    }
+    return pairs, {why: names for why, names in left_out.items() if names}
 
 
 def differences(one: Path, other: Path) -> list[str]:

@@ -50,8 +50,9 @@ def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str
     plain, path, lock = as_plain(config), folder / "config.yaml", folder / ".lock"
     if begun.exists():  # compared in all processes, none of which then waits for another
         kept = saved_config(begun) if not path.exists() and begun.suffix == ".pt" else None
-        if path.exists() or kept is not None:
-            check_same(path, plain, free, kept)
+        if kept is None and not path.exists():
+            raise ValueError(f"{begun} is there, but no {path.name}; delete the folder, or choose another name=")
+        check_same(path, plain, free, kept)
     if not is_main_process():
         yield plain
         return

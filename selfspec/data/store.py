@@ -210,11 +210,11 @@ def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus,
                 os.rename(scratch, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        assert (about := _about(folder)) is not None
+        about = _about(folder)
+        assert about is not None
     if about["broken"] > source.tolerate:
-        raise ValueError(
-            f"{about['named'][0]}; it is one of {about['broken']} broken records, and data.tolerate={source.tolerate}"
-        )
+        why = f"{about['named'][0]}; it is one of {about['broken']} broken records"
+        raise ValueError(f"{why}, and data.tolerate={source.tolerate}")
     if is_main_process():
         sys.stderr.writelines(f"{line}\n" for line in _left_out(about, source))
     shared = about, tuple(source.template.prompt_end), beginning(tokenizer)

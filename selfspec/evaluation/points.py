@@ -9,6 +9,7 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ def write_point(folder: Path, point: Figures, records: list[Record]) -> None:
     write_text(folder / "summary.json", json.dumps(point, indent=1) + "\n")
 
 
+def finished_point(path: Path) -> Figures | None:
+    """The point in a summary.json; None where there is none that is whole, which the records beside it make anew."""
+    with suppress(ValueError, OSError):
+        point: Figures = read_json(path)
+        return point if _whole(point) else None
+    return None
+
+
 def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
     """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their
     folders, and why."""
@@ -44,12 +53,9 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
             point = read_json(home / "summary.json")
             wrong = not _whole(point)
         except FileNotFoundError:
-            failed = home / "error.txt"
-            why = (
-                failed.read_text(errors="replace").strip()
-                if failed.exists()
-                else "summary.json is missing: the run did not end"
-            )
+            why, failed = "summary.json is missing: the run did not end", home / "error.txt"
+            if failed.exists():
+                why = failed.read_text(errors="replace").strip()
             if any((home / name).exists() for name in _OTHERS):
                 why = "it is no measurement of eval/decode.py"
             broken.append((home, why))

@@ -118,6 +118,9 @@ def read_records(path: Path) -> list[Record]:
 def _record(line: Figures) -> Record:
     if "plain" not in line:
         raise ValueError("an earlier version wrote it; delete the folder to measure anew")
+    numbers = [line[name] for name in ("seconds", "temperature", "tokens", "prompt")]
+    if not all(type(value) in (int, float) for value in numbers) or not isinstance(line["token_ids"], list):
+        raise ValueError(f"its numbers are {numbers}")
     stats, regime, plain = line["stats"], line["regime"], line["plain"]
     line = {**line, "questions": [tuple(each) for each in line["questions"]], "stats": Stats(**stats)}
     return Record(**line | {"regime": regime and Regime(**regime), "plain": plain and Beside(**plain)})

@@ -120,6 +120,8 @@ def _saved(path: Path) -> Figures:
         found: Figures = read_json(path)
         if found["version"] != VERSION or not all(isinstance(found[name], list) for name in _PARTS):
             raise ValueError(f"version {found['version']!r}")
+        if odd := [part for name in _PARTS for part in found[name] if not isinstance(part, dict) or not part]:
+            raise ValueError(f"it holds {odd[0]!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"page.runs holds {str(path)!r}, which is not the data of a page ({error!r}); page.data=FILE writes one"

@@ -82,6 +82,10 @@ class RunLog:
         if self.run.logger == "wandb" and mode not in (*MODES, "dryrun", "run", "shared"):
             raise ValueError(f"WANDB_MODE={mode!r} must be one of {', '.join(MODES[1:])}")
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and is_main_process():  # a torn last line is dropped for good
+            whole = "".join(line for line, _ in whole_lines(self.path))
+            if whole != self.path.read_text(errors="replace"):
+                write_text(self.path, whole)
         return self
 
     def __exit__(
