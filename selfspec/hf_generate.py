@@ -255,7 +255,8 @@ def from_config(config: GenerationConfig, own: GenerationConfig | None) -> tuple
     if not isinstance(config, GenerationConfig):
         raise ValueError(f"generation_config is a {type(config).__name__}; give transformers' GenerationConfig")
     given = {key: value for key, value in config.to_diff_dict().items() if value is not None}
-    theirs = {} if own is None else {key: value for key, value in own.to_diff_dict().items() if key in _CHANGING}
+    taken = *_CHANGING, "max_new_tokens"
+    theirs = {} if own is None else {key: value for key, value in own.to_diff_dict().items() if key in taken}
     both = {key: value for key, value in {**theirs, **given}.items() if value is not None}
     found = {ours: both.pop(key) for key, ours in _SERVED.items() if key in both}
     sampling = sampling_of(config, own)

@@ -124,12 +124,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides, tmp_path):
     assert len(set(keys)) == len(keys)
     assert {(row["T"], row["arm"], row["nodes"]) for row in again} == {(r["T"], r["arm"], r["nodes"]) for r in rows}
 
-    fewer = (
-        "compare.temperatures=[0.0]",
-        "compare.methods=[hf_assisted]",
-        "compare.groups=[edit]",
-        "compare.nodes=[6]",
-    )
+    fewer = ("compare.temperatures=[0.0]", "compare.methods=[hf_assisted]", "compare.nodes=[6]")
     more = run_compare(compose_config("compare", *overrides, *fewer), tmp_path / "run")
     assert len(more) == len(rows) + 3  # what was measured before is kept
     limits = [[(row["T"], row["arm"]) for row in of if "limit" in row and row["nodes"] != "6"] for of in (rows, more)]
@@ -280,8 +275,8 @@ def test_the_regime_is_that_of_plain_text():
 def test_arms_of_other_questions_are_refused(overrides, tmp_path):
     """Three calls in one folder, of which the last has nothing in common with the first."""
     plain = ["compare.methods=[]", "compare.draft_model=null", "compare.temperatures=[0]", "compare.nodes=[2]"]
-    for groups, drafter, fine in (("[rename]", "prompt_lookup", True), ("[types]", "lookahead", False)):
-        more = f"compare.groups={groups}", f"compare.drafters=[{drafter}]", "compare.questions=[edits]"
+    for groups, drafter, fine in (("[edit]", "prompt_lookup", True), ("[convert]", "lookahead", False)):
+        more = f"compare.groups={groups}", f"compare.drafters=[{drafter}]"
         config = compose_config("compare", *overrides, *plain, *more)
         if fine:
             run_compare(config, tmp_path / "run")

@@ -15,8 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_training import SMALL, small
+from torch import nn
 
 from selfspec.cli.training_runs import run_training
+from selfspec.training import shard
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--config_file")
@@ -131,6 +133,15 @@ def test_a_signal_saves_and_the_same_command_goes_on(launch, tiny_folder, source
         return
     done = run(folder, tiny_folder, source_root, "loop.steps=164")  # goes on in one process, with a line
     assert "resumed in 1 processes, begun in 2" in done.stdout
+
+
+def test_a_buffer_may_stand_where_a_gathered_weight_was():
+    """As the rows of a draft vocabulary do."""
+    layer = nn.Linear(3, 4)
+    layer.__class__ = shard._gathering(nn.Linear, ("weight",))
+    del layer.weight
+    layer.register_buffer("weight", torch.ones(4, 3), persistent=False)
+    assert torch.equal(layer.weight, torch.ones(4, 3))
 
 
 @pytest.mark.slow

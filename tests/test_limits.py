@@ -11,10 +11,11 @@ from families import build
 
 from selfspec.cli.evaluation_runs import run_limits
 from selfspec.core.target import Target
-from selfspec.drafters.base import Calibration
+from selfspec.drafters.base import Calibration, Trained
+from selfspec.drafters.parts.static_tree import expected_length
 from selfspec.engine.engine import Engine
 from selfspec.evaluation import limits
-from selfspec.evaluation.limits import LimitsConfig, bandwidth, expected_length, measure_limits, peak, weights_of
+from selfspec.evaluation.limits import LimitsConfig, bandwidth, measure_limits, peak, weights_of
 
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}
@@ -68,11 +69,15 @@ def test_what_a_table_expects():
     heads, masks = made("medusa", target, heads=2, rank=2), made("mask", target, masks=2, rank=2)
     for drafter in (heads, masks):
         drafter.calibration = calibration
-    assert expected_length(target, heads, "greedy", 1) == 1.0
-    assert expected_length(target, heads, "greedy", 4) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
+
+    def expected(drafter: Trained, nodes: int) -> float:
+        return expected_length(drafter.session(target, 1), calibration["greedy"].acceptance, "greedy", nodes)
+
+    assert expected(heads, 1) == 1.0
+    assert expected(heads, 4) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
     # two of three rows are a root and a child, behind one of which one mask slot stands
-    assert 1.0 < expected_length(target, masks, "greedy", 3) <= 1.5
-    assert expected_length(target, masks, "greedy", 12) < expected_length(target, heads, "greedy", 12)
+    assert 1.0 < expected(masks, 3) <= 1.5
+    assert expected(masks, 12) < expected(heads, 12)
 
 
 @pytest.mark.slow

@@ -192,6 +192,8 @@ def test_quantized_weights(tmp_path, tokenizer):
     assert type(spec.target.layers[0].self_attn.q_proj.weight).__name__ == "WeightQBytesTensor"
     check(spec)
     refused("target", selfspec.load, str(heads))
+    plain = with_heads(tmp_path / "plain", folder, folder)
+    assert selfspec.load(str(plain), dtype="float16", quantization_config=None).target.dtype == torch.float16
 
 
 def test_a_cache_beyond_memory_is_refused_with_its_size(heads_folder, monkeypatch):

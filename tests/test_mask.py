@@ -16,8 +16,10 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import Kept
+from selfspec.drafters.base import Calibration
 from selfspec.drafters.mask import MaskSession
 from selfspec.drafters.parts.mask_layout import Layout, behind, layout, with_mask_slots
+from selfspec.drafters.parts.static_tree import expected_length
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 PARENTS = torch.tensor([[-1, 0, 0, 1, 2, 2, 5]])
@@ -146,6 +148,10 @@ def test_a_pass_of_their_own_begins_with_a_token_that_is_right(temperature):
     plain = autoregressive(target, [prompt], Options(30, Sampling(temperature), 3))
     assert found.token_ids == plain.token_ids
     assert min(found.stats.lengths[:-1]) >= 2
+    mode = "sampled" if temperature else "greedy"
+    drafter.calibration[mode] = Calibration([[0.5]] * 3, [1.0] * 3)
+    by = drafter.session(target, 1), drafter.calibration[mode].acceptance, mode
+    assert [expected_length(*by, nodes) for nodes in (2, 3, 4)] == [2.0, 2.5, 2.75]
 
 
 @pytest.mark.parametrize("change", ["hook", "lora", "replaced"])

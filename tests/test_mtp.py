@@ -364,8 +364,12 @@ def test_modules_that_do_not_fit_are_refused(tmp_path):
 
 def test_a_count_that_disagrees_is_refused(tmp_path):
     model, _ = shipped("GLM-4.5", tmp_path, 2)
-    model.config.num_nextn_predict_layers = 3
+    model.config.num_nextn_predict_layers = 1  # of a target, beside which an export with two lies
+    assert mtp.read(Target(model), tmp_path).config.modules == 2
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 3}))
     refused(r"num_nextn_predict_layers is 3, but it holds 2 MTP modules", mtp.read, Target(model), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     refused(r"drafter\.modules=4 .*unroll is 3, and trains no more", MtpConfig, modules=4)
     index, path = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
     model.config.num_nextn_predict_layers = 2

@@ -24,7 +24,7 @@ import selfspec
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
 from selfspec.checkpoints.load_target import load_target
 from selfspec.integrations.export import export
-from selfspec.integrations.hf_serve import generate
+from selfspec.integrations.hf_serve import _own_stops, generate
 
 ASKED = [{"role": "user", "content": "import os"}]
 
@@ -153,7 +153,16 @@ def test_stop_strings_of_the_generation_config(folder):
     wanted = model.generate(**asked, **told)
     found = model.generate(**asked, **told, custom_generate=str(folder), trust_remote_code=True)
     assert torch.equal(found, wanted)
-    assert model.generation_config.stop_strings is not None
+    first = model.generation_config.stop_strings
+    with _own_stops(model.generation_config) as one, _own_stops(model.generation_config) as two:  # two threads
+        assert one == two == first
+    assert model.generation_config.stop_strings == first
+    # What a call says counts more than what its config does
+    later = GenerationConfig(stop_strings=[tokenizer.decode(whole[4:6])], max_new_tokens=24, do_sample=False)
+    told = {"generation_config": later, "stop_strings": first, "tokenizer": tokenizer}
+    wanted = model.generate(**asked, **told)
+    found = model.generate(**asked, **told, custom_generate=str(folder), trust_remote_code=True)
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"drafter": "drafter"}'])

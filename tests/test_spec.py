@@ -237,6 +237,7 @@ def test_a_generation_config_is_taken(spec):
     assert len(spec.generate(TEXTS, 4, generation_config=config, seed=5).token_ids[0]) == 4  # what is given counts
     greedy = GenerationConfig(max_new_tokens=9, temperature=0.8)  # transformers draws only with do_sample
     assert spec.generate(TEXTS, generation_config=greedy).token_ids == spec.generate(TEXTS, 9).token_ids
+    assert from_config(GenerationConfig(), GenerationConfig(max_new_tokens=5))[0]["max_new_tokens"] == 5  # the model's
     end = spec.generate(TEXTS[0], 9).token_ids[0][3]
     ended = spec.generate(TEXTS[0], generation_config=GenerationConfig(max_new_tokens=9, eos_token_id=end))
     assert ended.token_ids[0].index(end) == len(ended.token_ids[0]) - 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import compose_config, refused, save_tiny, typed, write_lines
 from fake_server import FakeServer
+from families import build as build_family
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
@@ -255,6 +256,18 @@ def test_another_checkpoint_of_the_same_shape(parts, folder, tmp_path, tokenizer
     save_file(weights, place / "model.safetensors", {"format": "pt"})
     for load in (load_target, load_parts):
         refused("not for", load_drafter, tmp_path / "drafter", load(str(place))[0], tokenizer)
+
+
+@pytest.mark.parametrize("family", ["Gemma 3 (alternating windows)", "gpt-oss (attention sinks)"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_parts_are_cast_as_the_whole_target_is(family, dtype, tmp_path, tokenizer):
+    build_family(family, dtype=torch.bfloat16, hidden_size=40).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    whole, parts = load_target(str(tmp_path), dtype)[0].model, load_parts(str(tmp_path), dtype, "cpu")[0].model
+    tokens = torch.arange(9)[None]
+    ours, theirs = (model.get_input_embeddings()(tokens) for model in (parts, whole))
+    assert torch.equal(ours, theirs)
+    assert parts.get_decoder().norm.weight.dtype == whole.get_decoder().norm.weight.dtype
 
 
 def test_parts_beside_other_modules_of_the_same_names(whole, tmp_path, tokenizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from contextlib import suppress
+from threading import Lock
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+_MAKING = Lock()  # transformers sets torch's default dtype for the whole process meanwhile
 # Parts of names that PEFT puts around stock layers
 _OF_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
@@ -56,7 +58,7 @@ class Stock:
         for name, tensor in _tensors(self.model).items():
             if tensor.is_floating_point():
                 new, value = self.made.get(name), tensor.data
-                known = new is not None and not isinstance(new, nn.Parameter) and not new.is_meta
+                known = new is not None and name not in self.saved and not new.is_meta
                 if new is not None and known and new.shape == tensor.shape and torch.equal(new.to(tensor), tensor):
                     value = new.to(tensor.device)
                 tensor.data = value.to(self.dtype_of(name) or tensor.dtype)
@@ -78,6 +80,6 @@ def _empty(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel | None
     """A new model of this class and config, made in `dtype`, with its buffers but without memory for parameters; None
     for a class of its user's own that takes other arguments."""
     made: PreTrainedModel | None = None
-    with suppress(Exception), torch.random.fork_rng([]), _Meta():
+    with suppress(Exception), _MAKING, _Meta():
         made = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     return made

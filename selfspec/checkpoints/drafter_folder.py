@@ -179,7 +179,11 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
         same = same_model(theirs["name"], target.name)
         fits = sizes == {key: getattr(target, of) for key, of in _SIZES.items()}
         if not same and not ((quantized or known is None) and fits):
-            raise ValueError(f"the drafter in {folder} was {origin}, not for {target.name!r} (weights {ours[:12]})")
+            cast = fits and target.dtype == torch.float16  # in which small weights are lost
+            hint = '; weights cast to float16 are not known again: load with dtype="float16" instead' if cast else ""
+            raise ValueError(
+                f"the drafter in {folder} was {origin}, not for {target.name!r} (weights {ours[:12]}){hint}"
+            )
         here = f"weights that {quantized} has quantized" if quantized else "others of the same model"
         print(
             f"{folder.name}: {origin}; here are {here} (weights {ours[:12]}): fewer of its drafts may be accepted, the "

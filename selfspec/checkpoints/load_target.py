@@ -63,7 +63,7 @@ def load_target(
     device = None if device in (None, "auto") else str(device)
     if int8 and (divide is not None or loading or torch.device(device or "cpu").type != "cpu"):
         raise ValueError("dtype='int8' serves a whole target on the CPU; leave out device and what goes beside it")
-    if wanted is not None and "quantization_config" in loading:  # what is quantized is cast before
+    if wanted is not None and loading.get("quantization_config") is not None:  # what is quantized is cast before
         loading, wanted = {**loading, "dtype": wanted}, None
     check_engine(engine)
     if device is not None:

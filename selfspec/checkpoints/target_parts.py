@@ -63,10 +63,11 @@ def load_parts(
     if model.get_output_embeddings().weight.is_meta:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight  # one parameter, hashed once
     saved_dtype, saved_hash = model.get_output_embeddings().weight.dtype, parts_of(model)
+    Stock(model, wanted or saved_dtype).cast()
     for module in model.modules():
         for value in module.parameters(recurse=False):
             if not value.is_meta:
-                value.data = value.data.to(place, wanted or value.dtype)
+                value.data = value.data.to(place)
         for part, value in module.named_buffers(recurse=False):
             if not value.is_meta:
                 module._buffers[part] = value.to(place)
@@ -92,7 +93,7 @@ def _checked(model: PreTrainedModel) -> Target:
         tokens, end = torch.zeros(1, 3, dtype=torch.long, device=target.device), target.n_layers
         try:
             out = target.text(tokens, layers=(end, end), hidden=states)
-        except (TypeError, IndexError, AttributeError, RuntimeError):
+        except (TypeError, IndexError, AttributeError, RuntimeError, ValueError):
             continue
         if out.hidden.shape == states.shape:
             return target

@@ -139,6 +139,9 @@ def _check_states(args: argparse.Namespace) -> None:
     print(f"they train: {', '.join(server.serves(known.layers, target)) or 'no kind that is known here'}")
     loss = plausible(known, known.first)
     print(f"the target's loss on a text of {len(known.first)} tokens, by the last column: {loss:.2f} nats a token")
+    if target.recurrent:
+        print("its layers are not held against these states one by one: they keep a state of their own")
+        return
     print("\n".join(server.probe(known, known.first, Shards(args.target))))
 
 

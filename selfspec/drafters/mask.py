@@ -30,6 +30,7 @@ from selfspec.drafters.parts.expansion import Growth, Ranking, ahead, grow
 from selfspec.drafters.parts.gated import GatedTarget
 from selfspec.drafters.parts.losses import draft_loss, random_hosts
 from selfspec.drafters.parts.mask_layout import Layout, behind, fitting, layout, with_mask_slots
+from selfspec.drafters.parts.static_tree import static_tree
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 from selfspec.utils.checks import above_zero, shares
@@ -243,10 +244,9 @@ class MaskSession:
         tokens, parents, scores, hosts = parts
         self.hosts, self.slots, self.count = hosts, slots, tokens.shape[1] - hosts.shape[1]
         each = [j for j, width in enumerate(slots) for _ in range(min(width, self.count))]
-        view = self.drafter.gated.behind(self.count, each)
         deepest = min(self.drafter.depth, self.count - 1) if deepest is None else deepest
-        more = {"prunable": False, "through": view, "plain": self.count, "deepest": deepest}
-        return trusted(tokens, parents, scores, **more)
+        more = {"prunable": False, "through": self.drafter.gated.behind(self.count, each), "plain": self.count}
+        return trusted(tokens, parents, scores, **more, deepest=deepest)
 
     def expected_drafted(self, mode: str, rows: int) -> float:
         return self._layout(mode, rows).drafted
@@ -290,9 +290,11 @@ class TwoPassSession:
         tokens, parents, scores = drafted_by(mask_tree, drafter, behind, inputs)
         tokens = torch.cat([roots[:, None], tokens], 1)
         parents = torch.cat([torch.full_like(parents[:, :1], -1), parents + 1], 1)
-        return trusted(
-            tokens, parents, torch.cat([torch.ones_like(scores[:, :1]), scores], 1), deepest=drafter.depth + 1
-        )
+        scores = torch.cat([torch.ones_like(scores[:, :1]), scores], 1)
+        return trusted(tokens, parents, scores, deepest=drafter.depth + 1)
+
+    def expected_drafted(self, mode: str, rows: int) -> float:
+        return sum(static_tree(self.drafter.calibration[mode].acceptance, rows - 1)[2])  # the certain token counts 1
 
     def observe(self, accepted: Accepted) -> None:
         pass

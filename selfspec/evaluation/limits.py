@@ -16,7 +16,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.budget.predict import fastest, speedup
-from selfspec.core.contract import MaskSlots
 from selfspec.core.generate import Result, speculative_steps, with_room
 from selfspec.core.options import Options
 from selfspec.core.quantized import Int8Linear
@@ -26,7 +25,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import WalkNoise, read_walk
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.drafters.parts.static_tree import static_tree
+from selfspec.drafters.parts.static_tree import expected_length, static_tree
 from selfspec.utils.checks import at_least, not_empty
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures
@@ -225,15 +224,6 @@ def expected_lengths(acceptance: list[list[float]], nodes: int) -> list[float]:
     return list(accumulate(static_tree(acceptance, nodes)[2]))
 
 
-def expected_length(target: Target, drafter: Trained, mode: str, nodes: int) -> float:
-    """The expected acceptance length of the best static tree by a drafter's table of acceptance. Mask slots behind its
-    nodes count among `nodes`."""
-    session = drafter.session(target, 1)
-    if isinstance(session, MaskSlots):
-        return 1 + session.expected_drafted(mode, nodes)
-    return expected_lengths(drafter.calibration[mode].acceptance, nodes)[-1]
-
-
 def measure_limits(
     model: PreTrainedModel, drafters: dict[str, Callable[[Target], Drafter]], config: LimitsConfig
 ) -> Figures:
@@ -267,7 +257,7 @@ def measure_limits(
                     if behind == 2:  # two sizes brought less than a smaller one: larger ones will not bring more
                         break
                     draft, one, step, other = step_seconds(target, drafter, temperature, n, config.rounds)
-                    tau = expected_length(target, drafter, mode, n)
+                    tau = expected_length(drafter.session(target, 1), drafter.calibration[mode].acceptance, mode, n)
                     if one < _PLAUSIBLE * costs[engine][1]:
                         text = f"{1000 * one:.2f} ms with {n} nodes, {1000 * costs[engine][1]:.2f} with one"
                         print(f"warning: passes took {text}: other programs ran meanwhile, so measure again")

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -21,6 +23,7 @@ from selfspec.utils.files import Figures, read_json
 
 OWN = "drafter"  # the folder's own, beside kinds that train nothing
 _OPENING = Lock()
+_CALLS: dict[int, list[Any]] = {}  # by the id of a model's config: calls under way, and its stop strings
 _SERVER = "transformers.cli.serving.utils"  # of transformers serve
 
 
@@ -42,8 +45,6 @@ def generate(model: PreTrainedModel, inputs: Tensor | None = None, **arguments: 
     Raises ValueError for a model from elsewhere, and for what speculative decoding can not serve.
     """
     training = [module for module in model.modules() if module.training]
-    config: GenerationConfig = model.generation_config
-    strings, config.stop_strings = config.stop_strings, None  # see below
     model.eval()
     try:
         if arguments.get("token_healing") or getattr(arguments.get("generation_config"), "token_healing", False):
@@ -51,13 +52,30 @@ def generate(model: PreTrainedModel, inputs: Tensor | None = None, **arguments: 
                 "token_healing can not be served: transformers heals before it hands a prompt over, and keeps its "
                 "tokenizer"
             )
-        return _generated(model, inputs, {"stop_strings": strings, **arguments})
+        with _own_stops(model.generation_config) as strings:
+            return _generated(model, inputs, arguments, strings)
     except ValueError as error:
         raise _refusal(error) from error
     finally:
-        config.stop_strings = strings
         for module in training:
             module.training = True
+
+
+@contextmanager
+def _own_stops(config: GenerationConfig) -> Iterator[str | list[str] | None]:
+    """The stop strings of a model's own config, which is without them while calls are under way: transformers does not
+    hand its tokenizer on to custom callables, and then refuses these strings."""
+    with _OPENING:
+        calls = _CALLS.setdefault(id(config), [0, config.stop_strings])
+        calls[0], config.stop_strings = calls[0] + 1, None
+    try:
+        yield calls[1]
+    finally:
+        with _OPENING:
+            calls[0] -= 1
+            if not calls[0]:
+                config.stop_strings = calls[1]
+                del _CALLS[id(config)]
 
 
 def _refusal(error: ValueError) -> ValueError:
@@ -75,7 +93,10 @@ def _refusal(error: ValueError) -> ValueError:
     return refusal
 
 
-def _generated(model: PreTrainedModel, inputs: Tensor | None, arguments: dict[str, Any]) -> Any:
+def _generated(
+    model: PreTrainedModel, inputs: Tensor | None, arguments: dict[str, Any], strings: str | list[str] | None
+) -> Any:
+    """strings: the model's own stop strings, for a call that has none."""
     with _OPENING:
         cached: _Kept | None = vars(model).get("_selfspec")
         # A copy of the model has the original's; one that was cast or moved since needs another
@@ -94,9 +115,10 @@ def _generated(model: PreTrainedModel, inputs: Tensor | None, arguments: dict[st
         if 0 < room < config.max_new_tokens:
             config.max_new_tokens = room
     if config is not None and config.stop_strings is not None:
-        # transformers does not hand its tokenizer on to custom callables, and then refuses these strings
-        arguments["generation_config"] = config = GenerationConfig.from_dict(config.to_dict())
-        arguments["stop_strings"], config.stop_strings = config.stop_strings, None
+        arguments["generation_config"] = GenerationConfig.from_dict({**config.to_dict(), "stop_strings": None})
+        strings = config.stop_strings
+    if arguments.get("stop_strings") is None:
+        arguments["stop_strings"] = strings
     # Not `model.generate`, which is this function where the model was loaded with trust_remote_code
     return type(model).generate(model, inputs, custom_generate=cached.spec, **arguments)  # type: ignore[attr-defined]
 

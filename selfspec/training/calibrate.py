@@ -10,7 +10,6 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from selfspec.core.contract import MaskSlots
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, as_seed, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
@@ -20,7 +19,7 @@ from selfspec.data.questions import Asking
 from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Trained, no_reduce
 from selfspec.drafters.parts.expansion import perturbed
 from selfspec.drafters.parts.ngrams import Tally
-from selfspec.drafters.parts.static_tree import static_tree
+from selfspec.drafters.parts.static_tree import expected_length, static_tree
 from selfspec.utils.files import NOTHING, is_main_process, mean
 from selfspec.utils.progress import progress
 
@@ -28,6 +27,7 @@ TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # what each decoding mode is cal
 NODES = (8, 16, 32)  # tree sizes whose acceptance length is told
 _BATCH = 16  # rows the target writes at once
 _DECODED = 16  # samples that are decoded again, where nothing else calibrates a drafter
+_SCORES = 2**21  # of a text and depth, by which its inverse temperature is chosen, about: positions times vocabulary
 _FACTORS = [2 ** (i / 4) for i in range(-6, 13)]  # inverse temperatures that are tried
 
 
@@ -68,8 +68,8 @@ def calibrate(
         calibration, figures = measure_along(samples, drafter.depth, drafter.scores, total)
         if figures["positions"]:  # else what it was calibrated with stays
             drafter.calibration[mode] = calibration
-            if isinstance(session := drafter.session(target, 1), MaskSlots):  # nodes and mask slots share the rows
-                figures["tau"] = {str(n): 1 + session.expected_drafted(mode, n) for n in NODES}
+            by = drafter.session(target, 1), calibration.acceptance, mode
+            figures["tau"] = {str(n): expected_length(*by, n) for n in NODES}
         return figures
     return _by_decoding(target, drafter, mode, samples)
 
@@ -93,7 +93,8 @@ def measure_along(
     positions = 0
     for sample in progress(samples, desc="calibration", leave=False, disable=not is_main_process()):
         # positions from which all depths have a truth; none where the target ended at once
-        at = torch.arange(sample.start - 2, max(sample.start - 2, len(sample.tokens) - 1 - depths))
+        first = max(sample.start - 2, 0)  # behind a prompt of one token nothing stands
+        at = torch.arange(first, max(first, len(sample.tokens) - 1 - depths))
         if not len(at):
             continue
         logits = scores(sample, at)
@@ -111,9 +112,11 @@ def measure_along(
             agree[d] += torch.tensor([(rank == 0).sum(), (rank < 5).sum()])
             tried[d] += alive.sum()
             right[d] += torch.bincount(rank[alive & (rank < CHOICES)], minlength=CHOICES)
-            short = values.topk(min(4 * CHOICES, values.shape[1]), -1).values - true_score  # the rest weighs nothing
+            likely = (alive & true_score.isfinite()[:, 0].cpu()).nonzero()[:, 0]
+            few = likely[:: max(1, len(likely) * values.shape[1] // _SCORES)].to(values.device)
+            short = (values[few] - true_score[few]).float()
             for i, factor in enumerate(_FACTORS):
-                surprise[d, i] += (short * factor).logsumexp(1)[alive & (rank < CHOICES)].sum().cpu()
+                surprise[d, i] += (short * factor).logsumexp(1).sum().cpu()
             alive &= rank < CHOICES
     right, tried, agree, surprise = (total(counts) for counts in (right, tried, agree, surprise))
     positions = int(total(torch.tensor(positions)))

@@ -105,6 +105,7 @@ def _gathering(kind: type, names: tuple[str, ...]) -> type:
 
 
 def _whole(module: nn.Module, name: str) -> Tensor:
-    p = module._parameters[name]
-    assert p is not None
+    p = module._parameters.get(name)
+    if p is None:  # torch then looks among buffers
+        raise AttributeError(name)
     return p.full_tensor() if isinstance(p, DTensor) else p

@@ -207,7 +207,7 @@ def _fitted(
     """The training itself."""
     target, drafter, loop = run.target, module.drafter, run.loop
     server = run.states if isinstance(run.states, FromServer) and module.hidden is None else None
-    at_once = batches.size * batches.length // processes.world // loop.accumulate
+    at_once = -(-batches.size // processes.world // loop.accumulate) * batches.length
     processes.say([memory_line(target, drafter, at_once, processes.world if shard.wanted() else 1)])
     optimizer = torch.optim.AdamW(drafter.trained().values(), run.config.lr, (0.9, 0.95), weight_decay=0.0)
     figures = Loop(

@@ -65,8 +65,12 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
             f"{place}: its MTP module is quantized (weight_scale_inv), which is not read; give a checkpoint in bfloat16"
         )
     field, count = family.count, len(prefixes)
-    if (expected := getattr(target.model.config.get_text_config(), field, None) or count) != count:
-        raise ValueError(f"{place}: {field} is {expected!r}, but it holds {count} MTP module{'s' * (count > 1)}")
+    stated = getattr(target.model.config.get_text_config(), field, None)
+    if source is not None and (Path(source) / "config.json").is_file():  # written for other modules
+        config = read_json(Path(source) / "config.json")
+        stated = config.get(field, (config.get("text_config") or {}).get(field))
+    if (stated or count) != count:
+        raise ValueError(f"{place}: {field} is {stated!r}, but it holds {count} MTP module{'s' * (count > 1)}")
     for prefix, names in zip(prefixes, named, strict=True):
         _check_copies(target, index, [prefix + name for name in names], place)
     usual = _usual(family, target)

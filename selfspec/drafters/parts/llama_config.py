@@ -82,6 +82,12 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
         **own,
         "rope_parameters": dict(rope),  # which transformers adds to
     }
+    longest, reach = settings["max_position_embeddings"], target.max_positions or 2**31
+    if rope.get("rope_type") == "dynamic" and type(longest) is int and longest < reach:
+        raise ValueError(
+            f"drafter.llama.max_position_embeddings={longest} with rope_type=dynamic: a text beyond it changes the "
+            f"frequencies of all rows beside it; give the target's {reach}, or another rope_type"
+        )
     usual = 0 if "intermediate_size" in own else settings["intermediate_size"]
     _check_numbers(settings, max(_WIDEST * target.hidden_size, usual))
     widths = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from selfspec.core.contract import Accepted, Context
+from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.tree import DraftTree, chain, depths_of, trusted
 from selfspec.drafters.base import Trained
 from selfspec.drafters.parts.expansion import ahead, perturbed, top
@@ -41,6 +42,13 @@ def static_tree(acceptance: list[list[float]] | Acceptance, nodes: int) -> tuple
         if depth < len(acceptance) and acceptance[depth]:
             frontier.append((value * acceptance[depth][0], node, 0))
     return parents, ranks, probs
+
+
+def expected_length(session: Session, acceptance: list[list[float]], mode: str, nodes: int) -> float:
+    """The expected acceptance length of the best static tree by a table of acceptance. A session of mask slots says
+    itself what it expects to draft with so many rows (`expected_drafted`)."""
+    own: Callable[[str, int], float] | None = getattr(session, "expected_drafted", None)
+    return sum(static_tree(acceptance, nodes)[2]) if own is None else 1 + own(mode, nodes)
 
 
 @lru_cache(maxsize=256)

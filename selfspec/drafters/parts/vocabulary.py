@@ -21,8 +21,8 @@ def check_draft_vocab(draft_vocab: int | None, loss: str) -> None:
     check_loss(loss)
     if draft_vocab is not None:
         whole("draft_vocab", draft_vocab, 1, 2**31 - 1)
-        if loss == "ce":
-            raise ValueError("drafter.loss='ce' needs the whole vocabulary; take 'kl' or drafter.draft_vocab=null")
+        if loss in ("ce", "ce_tv"):  # of the text's tokens, which may not be among the drafted ones
+            raise ValueError(f"drafter.loss={loss!r} needs the whole vocabulary; take 'kl' or drafter.draft_vocab=null")
 
 
 class Reduced(Trained):
