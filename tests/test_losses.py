@@ -10,12 +10,14 @@ from torch import Tensor
 from selfspec.drafters.base import Batch
 from selfspec.drafters.parts.losses import (
     RULES,
+    accepted_share,
     check_loss,
     distance,
     drafted_logits,
     losses,
     random_hosts,
     random_rows,
+    share_of,
     shared,
 )
 
@@ -99,3 +101,11 @@ def test_every_epoch_draws_other_positions_and_a_resumed_one_the_same():
     assert torch.equal(drawn[1][1], drawn[2][1])
     assert not torch.equal(drawn[0][0], drawn[2][0])
     assert not torch.equal(random_hosts(first, 3, 4), random_hosts(replace(first, epochs=torch.tensor([1, 1])), 3, 4))
+
+
+def test_what_a_draft_vocabulary_lacks_is_not_accepted():
+    whole, draft, ids = logits(1, 3, 9, seed=0), logits(1, 3, 4, seed=1), torch.tensor([7, 0, 3, 5])
+    few, _ = drafted_logits(whole, ids)
+    wanted = torch.minimum(draft.softmax(-1), whole.softmax(-1)[..., ids]).sum(-1)
+    torch.testing.assert_close(accepted_share(draft, few, share_of(whole, few)), wanted.float())
+    assert (wanted < 1 - distance("tv", draft, few, torch.zeros(1, 3))).all()

@@ -424,9 +424,10 @@ def test_all_logits_of_a_kept_row_are_computed_once(llama, monkeypatch, tmp_path
 
     monkeypatch.setattr(Target, "text", counted)
     for read in range(2):
-        (logits, inside), hidden, _ = kept.drafted(batch, few)
+        (logits, inside, share), hidden, _ = kept.drafted(batch, few)
         torch.testing.assert_close(logits, whole.logits[..., few])
         assert torch.equal(inside, torch.isin(whole.logits.argmax(-1), few))
+        torch.testing.assert_close(share, whole.logits.softmax(-1)[..., few].sum(-1).float())
         torch.testing.assert_close(hidden, whole.hidden)
         assert (llama.vocab_size in sizes) == (read == 0)
         sizes.clear()

@@ -44,20 +44,25 @@ class DrafterConfig:
     Every default stands in its subclasses alone."""
 
 
+# Of a draft vocabulary: logits [B, S, V'], whether the likeliest of all tokens is in it, bool [B, S], and the
+# probability of its tokens, [B, S]
+Few = tuple[Tensor, Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class Batch:
     """Text to train on and what the frozen target says of it. tokens: int64 [B, S]; mask: bool [B, S], which tokens
-    count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V], or of a draft vocabulary
-    what `drafted_logits` gives; features: outputs [B, S, H] of the
-    layers that the drafter reads, by index; cache: its keys and values, for passes behind the text (None where hidden
-    states alone were kept); documents: int64 [B, S], which of its row's documents a token belongs to (None: each row is
-    one); average: maps this batch's counts to the counts to divide by: the mean over processes, or, in a step of
-    several parts, the whole step's; epochs: int64 [B], how often each row was read before (None: never)."""
+    count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V], or of a draft vocabulary `Few`;
+    features: outputs [B, S, H] of the layers that the drafter reads, by index; cache: its keys and values, for passes
+    behind the text (None where hidden states alone were kept); documents: int64 [B, S], which of its row's documents a
+    token belongs to (None: each row is one); average: maps this batch's counts to the counts to divide by: the mean
+    over processes, or, in a step of several parts, the whole step's; epochs: int64 [B], how often each row was read
+    before (None: never)."""
 
     tokens: Tensor
     mask: Tensor
     hidden: Tensor
-    logits: Tensor | tuple[Tensor, Tensor]
+    logits: Tensor | Few
     features: dict[int, Tensor]
     cache: TextCache | None
     documents: Tensor | None = None

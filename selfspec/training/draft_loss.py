@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
-from selfspec.drafters.base import Batch, Sample, Trained, no_reduce
+from selfspec.drafters.base import Batch, Few, Sample, Trained, no_reduce
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.drafters.registry import CODE_ERRORS, failed
 from selfspec.training.hidden import HiddenStates
@@ -57,7 +57,7 @@ class DraftLoss(nn.Module):
     def _seen(self, batch: dict[str, Tensor], average: Callable[[Tensor], Tensor]) -> Batch:
         documents, epochs, cache = batch.get("documents"), batch.get("epochs"), None
         ids = self.drafter.vocabulary if isinstance(self.drafter, Reduced) else None
-        few: tuple[Tensor, Tensor] | None = None
+        few: Few | None = None
         with torch.no_grad():
             if self.hidden is not None and "rows" in batch:
                 if ids is None:

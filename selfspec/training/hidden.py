@@ -19,6 +19,7 @@ from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.data.packing import Packed
 from selfspec.data.store import Corpus
+from selfspec.drafters.base import Few
 from selfspec.training.states import ROWS, States, behind_layers, drafted_behind, write_about
 from selfspec.utils.files import atomic, cache_folder, disk_room
 
@@ -91,6 +92,7 @@ class HiddenStates:
             )
         self.layers = {layer: _opened(path, shape, dtype) for layer, path in paths.items()}
         self.inside = torch.zeros(rows, length, dtype=torch.bool)  # whether the likeliest token can be drafted
+        self.share = torch.zeros(rows, length)  # the probability of what can be drafted
         self.known = torch.zeros(rows, dtype=torch.bool)  # of which rows that is known
         self.few: tuple[Tensor, Target] | None = None  # a draft vocabulary, and the target with its logits alone
 
@@ -114,10 +116,8 @@ class HiddenStates:
         """The pass of a batch: logits [B, S, V], hidden states and features [B, S, H]."""
         return behind_layers(self.target, batch["tokens"], self.features(batch))
 
-    def drafted(
-        self, batch: dict[str, Tensor], vocabulary: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], Tensor, dict[int, Tensor]]:
-        """`drafted_logits` of a draft vocabulary, hidden states and features. All tokens' logits are computed once for
+    def drafted(self, batch: dict[str, Tensor], vocabulary: Tensor) -> tuple[Few, Tensor, dict[int, Tensor]]:
+        """What is known of a draft vocabulary, hidden states and features. All tokens' logits are computed once for
         each row: whether the likeliest of them can be drafted is kept."""
         tokens, rows, features = batch["tokens"], batch["rows"].cpu(), self.features(batch)
         if self.few is None or not torch.equal(self.few[0], vocabulary):
@@ -129,14 +129,15 @@ class HiddenStates:
         if (new := ~self.known[rows]).any():
             at = new.to(tokens.device)
             last = {end - 1: features[end - 1][at]}
-            (few, inside), _ = drafted_behind(self.target, tokens[at], last, vocabulary)
+            (few, inside, share), _ = drafted_behind(self.target, tokens[at], last, vocabulary)
             if not torch.allclose(few.float(), out.logits[at].float(), rtol=0.05, atol=0.05):
                 raise ValueError(
                     f"{type(self.target.model).__name__} computes other logits for some tokens than for all; take "
                     "train.cache=none"
                 )
-            self.inside[rows[new]], self.known[rows] = inside.cpu(), True
-        return (out.logits, self.inside[rows].to(tokens.device)), out.hidden, features
+            self.inside[rows[new]], self.share[rows[new]], self.known[rows] = inside.cpu(), share.cpu(), True
+        known = self.inside[rows].to(tokens.device), self.share[rows].to(tokens.device)
+        return (out.logits, *known), out.hidden, features
 
 
 def with_few_logits(target: Target, vocabulary: Tensor) -> Target:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from selfspec.core.passes import Pass
 from selfspec.core.target import Target
-from selfspec.drafters.parts.losses import drafted_logits
+from selfspec.drafters.base import Few
+from selfspec.drafters.parts.losses import drafted_logits, share_of
 from selfspec.utils.files import write_text
 
 ABOUT = "states.json"  # in a folder of states: which layers its files hold
@@ -93,18 +94,19 @@ def behind_layers(target: Target, tokens: Tensor, features: dict[int, Tensor]) -
 
 def drafted_behind(
     target: Target, tokens: Tensor, features: dict[int, Tensor], vocabulary: Tensor
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """`drafted_logits` of a draft vocabulary, and hidden states behind the final norm, [B, S, H]: all tokens' logits
+) -> tuple[Few, Tensor]:
+    """What is known of a draft vocabulary, and hidden states behind the final norm, [B, S, H]: all tokens' logits
     are held for a piece of the texts at a time."""
     end, size = target.n_layers, max(1, _PIECE // len(tokens))
-    few, inside, hidden = list[Tensor](), list[Tensor](), list[Tensor]()
+    pieces, hidden = list[Few](), list[Tensor]()
     for piece, states in zip(tokens.split(size, 1), features[end - 1].split(size, 1), strict=True):
         out = target.text(piece, layers=(end, end), hidden=states)
         assert out.logits is not None
-        for parts, part in zip((few, inside), drafted_logits(out.logits, vocabulary), strict=True):
-            parts.append(part)
+        few, inside = drafted_logits(out.logits, vocabulary)
+        pieces.append((few, inside, share_of(out.logits, few)))
         hidden.append(out.hidden)
-    return (torch.cat(few, 1), torch.cat(inside, 1)), torch.cat(hidden, 1)
+    few, inside, share = (torch.cat(parts, 1) for parts in zip(*pieces, strict=True))
+    return (few, inside, share), torch.cat(hidden, 1)
 
 
 def key_of(tokens: Tensor) -> bytes:

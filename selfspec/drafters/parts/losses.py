@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from selfspec.drafters.base import Batch, no_reduce
+from selfspec.drafters.base import Batch, Few, no_reduce
 
 _CHUNK, _ON_GPU = 2**17, 2**26  # logits at a time: a CPU's cache holds them; a GPU launches kernels for each chunk
 
@@ -197,15 +197,29 @@ def decayed(loss: str, means: Means, decay: float) -> tuple[Tensor, dict[str, Te
     return (values * weights).sum() / weights.sum().clamp(min=1e-30), {loss.rpartition(".")[2]: shown}
 
 
-def drafted_logits(logits: Tensor | tuple[Tensor, Tensor], vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+def drafted_logits(logits: Tensor | Few, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
     """Logits [B, S, V'] of a draft vocabulary, int64 [V'], out of logits [B, S, V]; and bool [B, S], whether the
-    likeliest token is in it. None stands for all tokens. What it has given before it gives again."""
+    likeliest token is in it. None stands for all tokens."""
     if isinstance(logits, tuple):
-        return logits
+        return logits[:2]
     if vocabulary is None:
         return logits, torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
     few = logits[..., vocabulary]
     return few, few.amax(-1) >= logits.amax(-1)
+
+
+def share_of(logits: Tensor | Few, few: Tensor) -> Tensor:
+    """[B, S]: the probability of a draft vocabulary's tokens, of logits `few` [B, S, V'], among all."""
+    if isinstance(logits, tuple):
+        return logits[2]
+    return (few.float().logsumexp(-1) - logits.float().logsumexp(-1)).exp()
+
+
+def accepted_share(draft: Tensor, wanted: Tensor, share: Tensor) -> Tensor:
+    """[...]: how often the target takes a draw from draft logits [..., V'], to whose tokens it gives the probability
+    `share` [...], divided as its logits `wanted` [..., V'] say."""
+    log_p = torch.log_softmax(wanted.float(), -1) + share.log()[..., None]
+    return torch.minimum(torch.log_softmax(draft.float(), -1), log_p).exp().sum(-1)
 
 
 def counted_ahead(
@@ -243,6 +257,7 @@ def draft_loss(
     first n of each row. guesses: of each depth logits [B, n, V], or [B, n, V'] of a draft vocabulary, int64 [V']. odds:
     log odds [B, n] of each depth that a draw from these logits is accepted; their cross-entropy is added."""
     few, losses, entropies = drafted_logits(batch.logits, vocabulary)[0], [], []
+    share = share_of(batch.logits, few) if odds and vocabulary is not None else None
     rows = torch.arange(len(few), device=few.device)[:, None]
     for d, guess in enumerate(guesses):
         at = (slice(None), slice(d, d + guess.shape[1])) if hosts is None else (rows, hosts + d)
@@ -250,6 +265,8 @@ def draft_loss(
         losses.append(distance(loss, guess, wanted, truth))
         if odds:
             accepted = 1 - distance("tv", guess.detach(), wanted, truth)
+            if share is not None:
+                accepted = accepted_share(guess.detach(), wanted, share[:, first - 1 :][at])
             entropies.append(F.binary_cross_entropy_with_logits(odds[d].float(), accepted.float(), reduction="none"))
     masks = counted_ahead(batch, len(losses), vocabulary, hosts, first)
     masks = [mask[:, : each.shape[1]] for mask, each in zip(masks, losses, strict=True)]
