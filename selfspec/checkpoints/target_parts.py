@@ -63,7 +63,8 @@ def load_parts(
     if model.get_output_embeddings().weight.is_meta:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight  # one parameter, hashed once
     saved_dtype, saved_hash = model.get_output_embeddings().weight.dtype, parts_of(model)
-    Stock(model, wanted or saved_dtype).cast()
+    stated = getattr(config, "dtype", None)  # in which transformers loads it
+    Stock(model, wanted or (stated if isinstance(stated, torch.dtype) else saved_dtype)).cast()
     for module in model.modules():
         for value in module.parameters(recurse=False):
             if not value.is_meta:

@@ -36,7 +36,7 @@ _STEPS = 16  # tokens of a call in which drafts are timed
 _BLOCK = 8  # passes of one kind in a row, the first two of which are not timed
 _PLAUSIBLE = 0.8  # of one node's time that a pass over more of them takes at least
 _EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"  # of a config: how many there are
-_EXPERTS_TAKEN = "num_experts_per_tok", "num_experts_per_token", "moe_topk"  # and how many a token takes
+_TAKEN = "num_experts_per_tok", "num_experts_per_token", "moe_topk"  # and how many a token takes
 _SHORTEST = 0.02  # seconds that one measurement of the machine takes at least
 
 
@@ -120,7 +120,8 @@ def weights_of(target: Target) -> tuple[int, int]:
     token takes."""
     table, read = target.model.get_input_embeddings().weight, dict[int, tuple[torch.Tensor, float]]()
     config = target.model.config.get_text_config()
-    counts, takes = ([getattr(config, name, None) or 0 for name in names] for names in (_EXPERTS, _EXPERTS_TAKEN))
+    said = {name: value for name in (*_EXPERTS, *_TAKEN) if type(value := getattr(config, name, None)) is int}
+    counts, takes = ([said.get(name, 0) for name in names] for names in (_EXPERTS, _TAKEN))
     for name, p in target.model.named_parameters():
         # Experts' weights [experts, ...] and biases [experts, outputs]; a router has one row for each of them too
         named, counted = "experts." in name and "router" not in name, p.ndim > 1 and len(p) in counts

@@ -212,7 +212,8 @@ def share_of(logits: Tensor | Few, few: Tensor) -> Tensor:
     """[B, S]: the probability of a draft vocabulary's tokens, of logits `few` [B, S, V'], among all."""
     if isinstance(logits, tuple):
         return logits[2]
-    return (few.float().logsumexp(-1) - logits.float().logsumexp(-1)).exp()
+    pieces = zip(few.split(64, 1), logits.split(64, 1), strict=True)  # float32 of all at once is too much
+    return torch.cat([(a.float().logsumexp(-1) - b.float().logsumexp(-1)).exp() for a, b in pieces], 1)
 
 
 def accepted_share(draft: Tensor, wanted: Tensor, share: Tensor) -> Tensor:
