@@ -15,8 +15,15 @@ from selfspec.training import synthetic
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "configs" / "experiment").glob("*.yaml"))
-FAMILIES = {"qwen3": "qwen3", "llama": "llama", "tiny": "llama", "demo": "llama", "smollm2": "llama"}
-QUICK = ("loop.steps=2", "loop.batch_size=2", "loop.validate_every=2", "loop.compile=false")
+FAMILIES = {
+    "qwen3": "qwen3",
+    "llama": "llama",
+    "tiny": "llama",
+    "demo": "llama",
+    "smollm2": "llama",
+    "qwen_coder": "llama",
+}
+QUICK = ("loop.steps=2", "loop.batch_size=2", "loop.accumulate=1", "loop.validate_every=2", "loop.compile=false")
 QUICK_OWN = ("train.distill.rows=8", "train.distill.prompt_tokens=8", "train.distill.new_tokens=16")
 QUICK_TRAIN = ("train.length=48", "train.prompts=2", "train.prompt_tokens=8", "train.new_tokens=8", *QUICK_OWN)
 
@@ -31,7 +38,8 @@ FAST = ("tiny_medusa", "tiny_mask", "tiny_target")  # one of each shape; the oth
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in EXPERIMENTS])
 def test_experiment_runs(name, tmp_path, source_root, tokenizer, tiny_folder, monkeypatch):
     if is_pretrain(name):
-        shape = ("hidden_size=32", "intermediate_size=48", "num_hidden_layers=2", "num_attention_heads=2")
+        layers = 6 if "layer_types" in (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text() else 2
+        shape = ("hidden_size=32", "intermediate_size=48", f"num_hidden_layers={layers}", "num_attention_heads=2")
         model = [f"pretrain.model.{s}" for s in (*shape, "num_key_value_heads=2", "vocab_size=320")]
         if compose_config("target", f"+experiment={name}").pretrain.tokenizer is not None:
             model.append(f"pretrain.tokenizer={tiny_folder}")
@@ -42,7 +50,7 @@ def test_experiment_runs(name, tmp_path, source_root, tokenizer, tiny_folder, mo
         assert figures["bits_per_byte"] > 0
         assert figures["answer_nats_per_token"] > 0
         target, found = load_target(str(tmp_path / "run" / "target"))
-        assert target.n_layers == 2
+        assert target.n_layers == layers
         assert found.chat_template
         assert end_tokens(target) == {found.bos_token_id, found.eos_token_id}
         first = load_target(str(tmp_path / "run" / "source" / "target"))[0]  # the first stage, to go on from
@@ -65,8 +73,14 @@ def test_experiment_runs(name, tmp_path, source_root, tokenizer, tiny_folder, mo
     elif "data: synthetic" in text:
         monkeypatch.setattr(synthetic, "usable", lambda question, tokenizer: len(question) > 0)
         monkeypatch.setattr(synthetic, "_writer", lambda target, int8: target)  # not compiled
-        target = save_tiny(tmp_path / "target", tokenizer, max_position_embeddings=512)
-        overrides += [f"data.folder={tmp_path / 'texts'}", "data.conversations=32", "data.batch=32", "data.int8=false"]
+        target = save_tiny(tmp_path / "target", tokenizer, max_position_embeddings=512, num_hidden_layers=4)
+        overrides += [
+            f"data.folder={tmp_path / 'texts'}",
+            "data.conversations=32",
+            "data.batch=32",
+            "data.int8=false",
+            "data.edits=0",
+        ]
         overrides += ["data.question_tokens=64", "data.new_tokens=64", "data.validation_share=0.4", "train.length=96"]
         overrides += ["train.distill.rows=0", "drafter.draft_vocab=64"]
     else:

@@ -25,6 +25,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.mtp import Mtp, MtpConfig
 from selfspec.drafters.parts import feature_cache
+from selfspec.drafters.parts.views import final_norm
 from selfspec.integrations.export import export
 from selfspec.training.checkpoint import warm_start
 
@@ -473,3 +474,13 @@ def test_a_row_that_reads_nothing_keeps_what_its_layers_carry(llama, monkeypatch
     alone, beside = trees(short), trees(long, short)
     assert len(alone.keys() & beside.keys()) > 3
     assert all(alone[at] == beside[at] for at in alone.keys() & beside.keys())
+
+
+@pytest.mark.parametrize("family", ["GPT-2", "Phi", "OPT", "LFM2"])
+def test_a_module_on_targets_whose_final_norm_has_another_name(family):
+    target, options = Target(build(family)), Options(8, Sampling(1.0), seed=3)
+    drafter, norm = made("mtp", target), final_norm(target.decoder)
+    assert torch.equal(drafter.draft_layers[0].norm.weight, norm.weight)  # begins as the target's
+    randomize(drafter)
+    plain = autoregressive(target, PROMPTS[:1], options).token_ids
+    assert speculative(target, PROMPTS[:1], options, drafter.eval(), 4).token_ids == plain

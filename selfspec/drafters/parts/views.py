@@ -116,9 +116,12 @@ def check_width(target: Target) -> None:
         )
 
 
+_FINAL_NORMS = "norm", "norm_f", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm"
+
+
 def norm_name(decoder: nn.Module) -> str:
     """The name of a decoder's final norm, `norm` where it has none by a known name."""
-    return next((name for name in ("norm", "norm_f") if isinstance(getattr(decoder, name, None), nn.Module)), "norm")
+    return next((name for name in _FINAL_NORMS if isinstance(getattr(decoder, name, None), nn.Module)), "norm")
 
 
 def final_norm(decoder: nn.Module) -> nn.Module | None:
