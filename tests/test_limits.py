@@ -102,6 +102,7 @@ def test_limits_of_random_weights(tmp_path, capsys):
     }
     for found in figures["forecasts"]:
         plain = next(row[found["engine"]] for row in figures["passes"] if row["nodes"] == 1)
+        plain = min(plain, found["pass"])  # a pass over more nodes takes no less
         assert found["speedup"] == pytest.approx(found["tau"] * plain / (found["pass"] + found["draft"]))
     text = (tmp_path / "RESULTS.md").read_text()
     assert "a forecast" in text
