@@ -68,7 +68,7 @@ def test_every_command_of_own_model(tmp_path, tokenizer, monkeypatch, capsys):
     (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(experiment)
     monkeypatch.chdir(tmp_path)
     said = {}
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
     for line in lines:
         command = line.split()[1]
         if command == "train":
