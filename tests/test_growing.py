@@ -35,7 +35,7 @@ from selfspec.drafters.parts.static_tree import static_tree
 from selfspec.drafters.parts.tree_function import expanded
 from selfspec.drafters.parts.views import Tail
 from selfspec.drafters.sequential import SequentialHeads
-from selfspec.training.calibrate import measure_along
+from selfspec.training.calibrate import _FACTORS, log_sums, measure_along
 
 PROMPT = [5, 9, 2, 7, 7, 1, 4, 4]
 
@@ -135,6 +135,13 @@ def test_the_inverse_temperature_is_found_again(factor, vocab):
     assert found.inverse_temperature[0] == pytest.approx(factor, rel=0.2)
     assert figures["top1"][0] == pytest.approx(found.acceptance[0][0])
     assert vocab > 12 or sum(found.acceptance[0]) == pytest.approx(1)
+
+
+def test_sums_by_bins_are_those_of_all_scores():
+    scores = 3 * torch.randn(5, 3000, generator=torch.Generator().manual_seed(0))
+    scores[1, 20:], scores[2, 1] = -torch.inf, 40.0  # of a small draft vocabulary; a certain token
+    exact = torch.stack([(scores * factor).logsumexp(1) for factor in _FACTORS], 1)
+    torch.testing.assert_close(log_sums(scores), exact, atol=0.01, rtol=0)
 
 
 def test_behind_a_prompt_of_one_token_nothing_is_measured_before_it():

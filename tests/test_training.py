@@ -424,7 +424,7 @@ def test_all_logits_of_a_kept_row_are_computed_once(llama, monkeypatch, tmp_path
 
     monkeypatch.setattr(Target, "text", counted)
     for read in range(2):
-        (logits, inside, share), hidden, _ = kept.drafted(batch, few)
+        (logits, inside, share), hidden, _ = kept.drafted(batch, few, True)
         torch.testing.assert_close(logits, whole.logits[..., few])
         assert torch.equal(inside, torch.isin(whole.logits.argmax(-1), few))
         torch.testing.assert_close(share, whole.logits.softmax(-1)[..., few].sum(-1).float())
@@ -432,7 +432,7 @@ def test_all_logits_of_a_kept_row_are_computed_once(llama, monkeypatch, tmp_path
         assert (llama.vocab_size in sizes) == (read == 0)
         sizes.clear()
     other = few.flip(0)[:10]
-    assert torch.equal(kept.drafted(batch, other)[0][1], torch.isin(whole.logits.argmax(-1), other))
+    assert torch.equal(kept.drafted(batch, other, True)[0][1], torch.isin(whole.logits.argmax(-1), other))
 
 
 REFUSED = [

@@ -50,8 +50,8 @@ class Stock:
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Cast the model in place. A buffer that is a new model's buffer, rounded, takes the new model's exact value: a
-        scale that was rounded to bfloat16 is exact in float32."""
+        """Cast the model in place. A buffer that is not saved and is a new model's buffer, rounded, takes the new
+        model's exact value: a scale that was rounded to bfloat16 is exact in float32."""
         if self.theirs:
             self.model.to(self.dtype)  # type: ignore[arg-type]
             return

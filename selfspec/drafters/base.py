@@ -44,9 +44,9 @@ class DrafterConfig:
     Every default stands in its subclasses alone."""
 
 
-# Of a draft vocabulary: logits [B, S, V'], whether the likeliest of all tokens is in it, bool [B, S], and the
-# probability of its tokens, [B, S]
-Few = tuple[Tensor, Tensor, Tensor]
+# Of a draft vocabulary: logits [B, S, V'], whether the likeliest of all tokens is in it, bool [B, S], and, for drafters
+# with a confidence head, the probability of its tokens, [B, S]
+Few = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)

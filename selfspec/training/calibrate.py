@@ -27,7 +27,8 @@ TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # what each decoding mode is cal
 NODES = (8, 16, 32)  # tree sizes whose acceptance length is told
 _BATCH = 16  # rows the target writes at once
 _DECODED = 16  # samples that are decoded again, where nothing else calibrates a drafter
-_SCORES = 2**21  # of a text and depth, by which its inverse temperature is chosen, about: positions times vocabulary
+_SCORES = 2**20  # of a text and depth, by which its inverse temperature is chosen, about: positions times vocabulary
+_EXACT, _BINS, _BIN = 64, 512, 0.125  # scores of a row summed one by one; and by their distance below these, in nats
 _FACTORS = [2 ** (i / 4) for i in range(-6, 13)]  # inverse temperatures that are tried
 
 
@@ -114,9 +115,7 @@ def measure_along(
             right[d] += torch.bincount(rank[alive & (rank < CHOICES)], minlength=CHOICES)
             likely = (alive & true_score.isfinite()[:, 0].cpu()).nonzero()[:, 0]
             few = likely[:: max(1, len(likely) * values.shape[1] // _SCORES)].to(values.device)
-            short = (values[few] - true_score[few]).float()
-            for i, factor in enumerate(_FACTORS):
-                surprise[d, i] += (short * factor).logsumexp(1).sum().cpu()
+            surprise[d] += log_sums(values[few] - true_score[few]).sum(0).cpu()
             alive &= rank < CHOICES
     right, tried, agree, surprise = (total(counts) for counts in (right, tried, agree, surprise))
     positions = int(total(torch.tensor(positions)))
@@ -126,6 +125,19 @@ def measure_along(
     figures["tau"] = {str(n): sum(static_tree(acceptance, n)[2]) if positions else NOTHING for n in NODES}
     factors = [_FACTORS[int(row.argmin())] if row.any() else 1.0 for row in surprise]  # 1: nothing was measured
     return Calibration(acceptance, factors), figures
+
+
+def log_sums(scores: Tensor) -> Tensor:
+    """log sum exp(factor * score) of rows [n, V], for each of _FACTORS, [n, F]. Scores far below a row's largest are
+    counted by bins of _BIN nats instead of one by one for each factor."""
+    top, at = scores.float().topk(min(_EXACT, scores.shape[1]))
+    edge = top.where(top.isfinite(), torch.inf).amin(1, keepdim=True)
+    below = (edge - scores.float().scatter(1, at, -torch.inf)) / _BIN
+    counts = below.new_zeros(len(below), _BINS)
+    counts.scatter_add_(1, below.clamp(max=_BINS - 1).long(), torch.ones_like(below))
+    centers = edge - _BIN * (torch.arange(_BINS, device=edge.device) + 0.5)
+    points, weights = torch.cat([top, centers], 1), torch.cat([torch.zeros_like(top), counts.log()], 1)
+    return torch.stack([(factor * points + weights).logsumexp(1) for factor in _FACTORS], 1)
 
 
 def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[Sample]) -> Expected:

@@ -58,18 +58,19 @@ class DraftLoss(nn.Module):
         documents, epochs, cache = batch.get("documents"), batch.get("epochs"), None
         ids = self.drafter.vocabulary if isinstance(self.drafter, Reduced) else None
         few: Few | None = None
+        share = bool(getattr(self.drafter, "confidence", None))
         with torch.no_grad():
             if self.hidden is not None and "rows" in batch:
                 if ids is None:
                     out = self.hidden.states(batch)
                 else:
-                    few, hidden, features = self.hidden.drafted(batch, ids)
+                    few, hidden, features = self.hidden.drafted(batch, ids, share)
             elif self.elsewhere is not None:
                 features = self.elsewhere.features(batch)
                 if ids is None:
                     out = behind_layers(self.target, batch["tokens"], features)
                 else:
-                    few, hidden = drafted_behind(self.target, batch["tokens"], features, ids)
+                    few, hidden = drafted_behind(self.target, batch["tokens"], features, ids, share)
             else:
                 cache = TextCache(self.target.n_layers, kept=True)
                 out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)

@@ -116,9 +116,11 @@ class HiddenStates:
         """The pass of a batch: logits [B, S, V], hidden states and features [B, S, H]."""
         return behind_layers(self.target, batch["tokens"], self.features(batch))
 
-    def drafted(self, batch: dict[str, Tensor], vocabulary: Tensor) -> tuple[Few, Tensor, dict[int, Tensor]]:
+    def drafted(
+        self, batch: dict[str, Tensor], vocabulary: Tensor, share: bool
+    ) -> tuple[Few, Tensor, dict[int, Tensor]]:
         """What is known of a draft vocabulary, hidden states and features. All tokens' logits are computed once for
-        each row: whether the likeliest of them can be drafted is kept."""
+        each row: what follows from them is kept. share: see `drafted_behind`, the same in all calls."""
         tokens, rows, features = batch["tokens"], batch["rows"].cpu(), self.features(batch)
         if self.few is None or not torch.equal(self.few[0], vocabulary):
             self.few = vocabulary.clone(), with_few_logits(self.target, vocabulary)
@@ -129,15 +131,17 @@ class HiddenStates:
         if (new := ~self.known[rows]).any():
             at = new.to(tokens.device)
             last = {end - 1: features[end - 1][at]}
-            (few, inside, share), _ = drafted_behind(self.target, tokens[at], last, vocabulary)
+            (few, *found), _ = drafted_behind(self.target, tokens[at], last, vocabulary, share)
             if not torch.allclose(few.float(), out.logits[at].float(), rtol=0.05, atol=0.05):
                 raise ValueError(
                     f"{type(self.target.model).__name__} computes other logits for some tokens than for all; take "
                     "train.cache=none"
                 )
-            self.inside[rows[new]], self.share[rows[new]], self.known[rows] = inside.cpu(), share.cpu(), True
-        known = self.inside[rows].to(tokens.device), self.share[rows].to(tokens.device)
-        return (out.logits, *known), out.hidden, features
+            for rows_of, part in zip((self.inside, self.share), found, strict=False):
+                rows_of[rows[new]] = part.cpu()
+            self.known[rows] = True
+        kept = (self.inside, self.share) if share else (self.inside,)
+        return (out.logits, *(of[rows].to(tokens.device) for of in kept)), out.hidden, features
 
 
 def with_few_logits(target: Target, vocabulary: Tensor) -> Target:

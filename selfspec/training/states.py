@@ -93,20 +93,20 @@ def behind_layers(target: Target, tokens: Tensor, features: dict[int, Tensor]) -
 
 
 def drafted_behind(
-    target: Target, tokens: Tensor, features: dict[int, Tensor], vocabulary: Tensor
+    target: Target, tokens: Tensor, features: dict[int, Tensor], vocabulary: Tensor, share: bool
 ) -> tuple[Few, Tensor]:
     """What is known of a draft vocabulary, and hidden states behind the final norm, [B, S, H]: all tokens' logits
-    are held for a piece of the texts at a time."""
+    are held for a piece of the texts at a time. share: whether the vocabulary's probability is wanted, which takes
+    longer than the logits."""
     end, size = target.n_layers, max(1, _PIECE // len(tokens))
     pieces, hidden = list[Few](), list[Tensor]()
     for piece, states in zip(tokens.split(size, 1), features[end - 1].split(size, 1), strict=True):
         out = target.text(piece, layers=(end, end), hidden=states)
         assert out.logits is not None
         few, inside = drafted_logits(out.logits, vocabulary)
-        pieces.append((few, inside, share_of(out.logits, few)))
+        pieces.append((few, inside, *([share_of(out.logits, few)] if share else [])))
         hidden.append(out.hidden)
-    few, inside, share = (torch.cat(parts, 1) for parts in zip(*pieces, strict=True))
-    return (few, inside, share), torch.cat(hidden, 1)
+    return tuple(torch.cat(parts, 1) for parts in zip(*pieces, strict=True)), torch.cat(hidden, 1)
 
 
 def key_of(tokens: Tensor) -> bytes:

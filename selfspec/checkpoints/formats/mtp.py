@@ -66,7 +66,7 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
         )
     field, count = family.count, len(prefixes)
     stated = getattr(target.model.config.get_text_config(), field, None)
-    if source is not None and (Path(source) / "config.json").is_file():  # written for other modules
+    if source is not None and (Path(source) / "config.json").is_file():  # which says how many lie beside it
         config = read_json(Path(source) / "config.json")
         stated = config.get(field, (config.get("text_config") or {}).get(field))
     if (stated or count) != count:

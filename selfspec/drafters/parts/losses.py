@@ -201,7 +201,7 @@ def drafted_logits(logits: Tensor | Few, vocabulary: Tensor | None) -> tuple[Ten
     """Logits [B, S, V'] of a draft vocabulary, int64 [V'], out of logits [B, S, V]; and bool [B, S], whether the
     likeliest token is in it. None stands for all tokens."""
     if isinstance(logits, tuple):
-        return logits[:2]
+        return logits[0], logits[1]
     if vocabulary is None:
         return logits, torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
     few = logits[..., vocabulary]
@@ -212,7 +212,7 @@ def share_of(logits: Tensor | Few, few: Tensor) -> Tensor:
     """[B, S]: the probability of a draft vocabulary's tokens, of logits `few` [B, S, V'], among all."""
     if isinstance(logits, tuple):
         return logits[2]
-    pieces = zip(few.split(64, 1), logits.split(64, 1), strict=True)  # float32 of all at once is too much
+    pieces = zip(few.split(4, 1), logits.split(4, 1), strict=True)  # float32 of few stays in a cache
     return torch.cat([(a.float().logsumexp(-1) - b.float().logsumexp(-1)).exp() for a, b in pieces], 1)
 
 
