@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.4.0"
 __all__ = ["Spec", "Target", "load", "load_target"]
+_PLACES = {"load": "api", "Spec": "api", "load_target": "checkpoints.load_target", "Target": "core.target"}
 
 
 def __getattr__(name: str) -> Any:  # `import selfspec` stays light; torch and transformers load on first use
-    if name in ("load", "Spec"):
-        from selfspec import api
-
-        return getattr(api, name)
-    if name == "load_target":
-        from selfspec.checkpoints.load_target import load_target
-
-        return load_target
-    if name == "Target":
-        from selfspec.core.target import Target
-
-        return Target
-    raise AttributeError(f"module 'selfspec' has no attribute {name!r}")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'selfspec' has no attribute {name!r}")
+    return getattr(import_module(f"selfspec.{_PLACES[name]}"), name)

@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -188,7 +187,7 @@ class Tracer:
                 "path": seen.paths[i][: len(emitted) + 1],  # a row may end above where the walk did
                 "emitted": emitted,
                 "pieces": self._pieces(row, emitted),
-                "choices": self._choices(row, seen.positions[i], seen.paths[i], tokens[i], parents[i], seen.records[i]),
+                "choices": self._choices(seen, i, tokens[i], parents[i]),
                 "seconds": {name: round(value, 7) for name, value in seconds.items()},
             }
             for j, token in enumerate(emitted):  # a lossy rule may emit another token than the best one
@@ -206,19 +205,13 @@ class Tracer:
         text = self.shown[row]
         return [f" {token}" if text is None else text.add([token]) for token in emitted]
 
-    def _choices(
-        self,
-        row: int,
-        position: int,
-        path: list[int],
-        tokens: list[int],
-        parents: list[int],
-        records: list[tuple[Tensor, Tensor]],
-    ) -> list[list[list[object]]]:
-        choices = []
-        for j, (_, scores) in enumerate(records):
+    def _choices(self, seen: Seen, i: int, tokens: list[int], parents: list[int]) -> list[list[list[object]]]:
+        choices, path, position = [], seen.paths[i], seen.positions[i] + 1
+        for j, (_, scores) in enumerate(seen.records[i]):
             logs = scores.double().log_softmax(-1)
-            noise = self.noise[row].ahead([position + 1 + j], 1)[0, 0] if self.noise else torch.zeros_like(logs)
+            noise = torch.zeros_like(logs)
+            if self.noise:
+                noise = self.noise[seen.rows[i]].ahead([position + j], 1)[0, 0]
             total = logs + noise
             best = total.topk(min(_BEST, len(total))).indices.tolist()
             drafted = [tokens[node] for node, parent in enumerate(parents) if parent == path[j] and node]

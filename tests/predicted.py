@@ -27,30 +27,16 @@ class Curve:
         return max(along(self.sizes, monotone(self.seconds), nodes), least)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """tau: tokens of a pass and row; speedup: over plain decoding; free: the same if drafts cost nothing; limit: if,
-    beside that, a pass took no longer than this machine needs for its weights and products; best: the size with the
-    largest speedup, which is `most`; pays: the largest size that is faster than plain decoding, 1 where none is;
-    affordable: what a draft may cost at this size, in plain steps, before nothing is left."""
-
-    tau: float
-    speedup: float
-    free: float
-    limit: float
-    best: int
-    most: float
-    pays: int
-    affordable: float
-
-
 def predict(
     grown: Sequence[float], curve: Curve, draft: float, nodes: int, rows: int = 1, masks: float = 0.0
-) -> Prediction:
+) -> dict[str, float]:
     """grown: the acceptance length that trees of 1, 2, ... nodes promise (the last one's also stands for larger ones);
     draft: the cost of a draft, in plain steps of the same batch; nodes: of each row's tree, root included; rows: the
     batch, whose passes cost what a pass over all their nodes costs; masks: mask rows per node of the tree, which cost
-    what nodes cost."""
+    what nodes cost. Returns tau: tokens of a pass and row; speedup: over plain decoding; free: the same if drafts cost
+    nothing; limit: if, beside that, a pass took no longer than this machine needs for its weights and products; best:
+    the size with the largest speedup, which is `most`; pays: the largest size that is faster than plain decoding, 1
+    where none is; affordable: what a draft may cost at this size, in plain steps, before nothing is left."""
     step = curve.cost(rows)
     taus = [grown[min(n, len(grown)) - 1] for n in range(1, MOST + 1)]
     each = rows * (1 + masks)
@@ -59,16 +45,16 @@ def predict(
     tau, cost = taus[nodes - 1], curve.cost(each * nodes)
     machine = curve.size, curve.products, curve.bandwidth, curve.peak
     most = max(ratios)
-    return Prediction(
-        tau=tau,
-        speedup=ratios[nodes - 1],
-        free=speedup(tau, step, cost, 0.0),
-        limit=speedup(tau, step, fastest(each * nodes, *machine), 0.0),
-        best=ratios.index(most) + 1,
-        most=most,
-        pays=max(n for n, ratio in enumerate(ratios, 1) if ratio > 1 or n == 1),
-        affordable=tau - cost / step,
-    )
+    return {
+        "tau": tau,
+        "speedup": ratios[nodes - 1],
+        "free": speedup(tau, step, cost, 0.0),
+        "limit": speedup(tau, step, fastest(each * nodes, *machine), 0.0),
+        "best": ratios.index(most) + 1,
+        "most": most,
+        "pays": max(n for n, ratio in enumerate(ratios, 1) if ratio > 1 or n == 1),
+        "affordable": tau - cost / step,
+    }
 
 
 def assumed(first: Sequence[float], rest: float, choices: int = 8) -> list[list[float]]:

@@ -23,7 +23,6 @@ from selfspec.evaluation.audit import (
     distribution_tests,
     distribution_verdict,
     exact_distribution,
-    two_samples,
 )
 from selfspec.evaluation.tables import audit_report
 
@@ -193,8 +192,8 @@ def test_chi_square_is_pearsons():
     statistic, _, bins = chi_square(observed, expected)
     assert bins == 3  # 0, 2 and 3 make the first bin of 5
     assert statistic == pytest.approx(100 / 50 + 64 / 48 + 4 / 5)
-    assert two_samples(expected, expected)[0] == 0
-    statistic, p, bins = two_samples(torch.tensor([60.0, 40]).double(), torch.tensor([40.0, 60]).double())
+    assert chi_square(expected, expected, sampled=True)[0] == 0
+    statistic, p, bins = chi_square(torch.tensor([60.0, 40]).double(), torch.tensor([40.0, 60]).double(), sampled=True)
     assert (statistic, bins) == (pytest.approx(8.0), 2)
     assert p == pytest.approx(0.00468, abs=1e-4)
 
@@ -202,8 +201,8 @@ def test_chi_square_is_pearsons():
 def test_distribution_verdicts():
     def tests(ours: float, control: float) -> list[DistributionTest]:
         return [
-            DistributionTest("speculative against the exact distribution", 1000, 9, 1.0, ours),
-            DistributionTest("biased on purpose against the exact distribution", 1000, 9, 1.0, control),
+            DistributionTest("speculative against the exact distribution", 1000, 1.0, ours, 9),
+            DistributionTest("biased on purpose against the exact distribution", 1000, 1.0, control, 9),
         ]
 
     assert distribution_verdict(tests(0.3, 1e-9)) == "exact"

@@ -28,7 +28,7 @@ from selfspec.evaluation.arms import Prompt
 from selfspec.evaluation.compare import best_sizes, regimes, summarize_comparison, write_summary
 from selfspec.evaluation.figures import against, over_plain
 from selfspec.evaluation.peers import made_with
-from selfspec.evaluation.records import RECORDS, Beside, Record, Regime, read_records
+from selfspec.evaluation.records import RECORDS, Beside, Record, Regime, ours, read_records
 from selfspec.evaluation.tables import groups_table, regime_table, table, verdict
 from selfspec.utils.files import ORIGIN
 
@@ -96,7 +96,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides, tmp_path):
     for run in runs:
         if run.arm == "plain":
             assert 0 < run.regime.entropy < 8 * 6
-        elif run.ours:
+        elif ours(run.arm):
             assert run.same == [True]  # float32: the tokens of plain decoding
             assert 0 < run.decode < run.seconds
         assert 1 <= run.stats.passes <= 9

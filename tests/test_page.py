@@ -19,7 +19,7 @@ from predicted import MOST, Curve, assumed, predict
 
 from selfspec.cli.evaluation_runs import run_decode
 from selfspec.cli.reports import run_page
-from selfspec.evaluation.limits import expected_lengths
+from selfspec.drafters.parts.static_tree import static_tree
 from selfspec.page.build import LARGEST_PAGE, PageConfig, _last, acceptance_tables, page_data, write_page
 from selfspec.trace import VERSION, Trace, read_traces
 
@@ -315,7 +315,8 @@ def test_the_pages_numbers_are_ours(tab):
         )
         masks, curve = made.choice([0.0, made.random()]), Curve(sizes, seconds, **machine)
         asked.append([table, first, rest, asdict(curve), draft, nodes, rows, masks])
-        wanted.append(asdict(predict(expected_lengths(acceptance, MOST), curve, draft, nodes, rows, masks)))
+        lengths = list(itertools.accumulate(static_tree(acceptance, MOST)[2]))
+        wanted.append(predict(lengths, curve, draft, nodes, rows, masks))
     found = tab.evaluate(
         "asked => asked.map(([table, first, rest, ...more]) => predict(table ?? assumed(first, rest), ...more))", asked
     )

@@ -31,7 +31,7 @@ from selfspec.drafters.base import Trained
 from selfspec.drafters.registry import build, config_class, drafter_class
 from selfspec.integrations import serve_target
 from selfspec.integrations.export import export
-from selfspec.integrations.serve_target import ServerPlan, acceptance, described, probe, record, serves, untrained
+from selfspec.integrations.serve_target import acceptance, described, probe, record, server_command, serves, untrained
 from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.recorded import posterior_noise, recorded_samples
 from selfspec.training.states import behind_layers, key_of, wanted_layers, write_about
@@ -502,21 +502,21 @@ def test_posterior_noise_is_gumbel_noise(parts):
 
 
 def test_commands_of_a_server(folder, tmp_path, monkeypatch):
-    plan = ServerPlan(folder, tmp_path / "states", "python", 8001, 512, "float32")
+    plan = folder, tmp_path / "states", "python", 8001, 512, "float32"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    environment, words = plan.command([2, 3, 4])
+    environment, words = server_command(*plan, [2, 3, 4])
     assert "selfspec_cpu_connector" in " ".join(words)
     assert (Path(environment["PYTHONPATH"]) / "selfspec_cpu_connector.py").is_file()
     assert json.loads(words[words.index("--speculative-config") + 1])["draft_model_config"]["hf_config"] == {
         "eagle_aux_hidden_state_layer_ids": [2, 3, 4]
     }
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    environment, words = plan.command([2, 3, 4])
+    environment, words = server_command(*plan, [2, 3, 4])
     assert words[words.index("--tensor-parallel-size") + 1] == "4"  # one GPU is the trainer's
     assert "ExampleHiddenStatesConnector" in " ".join(words)
     assert "--no-enable-chunked-prefill" in words
     assert environment == {"CUDA_VISIBLE_DEVICES": "1,2,3,4"}
-    environment, words = plan.command(None)
+    environment, words = server_command(*plan)
     assert not environment
     assert words[words.index("--tensor-parallel-size") + 1] == "8"
     assert "--kv-transfer-config" not in words

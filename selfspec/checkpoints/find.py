@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from os.path import exists
 from pathlib import Path
 
 from selfspec.checkpoints.embedded import DRAFTERS, TARGETS, resolve
@@ -119,19 +120,6 @@ def _within(home: Path) -> Path | None:
 def member_names(name: str) -> list[str]:
     """The drafters that a name stands for: several are joined by "+" and share one tree."""
     return [part if exists(part) else part.strip() for part in split_at(name, "+", exists)]
-
-
-def exists(name: str) -> bool:
-    """Whether a name is a path that is there; a text that is too long for one is none."""
-    try:
-        return Path(name).exists()
-    except (OSError, ValueError):
-        return False
-
-
-def names_path(name: str) -> bool:
-    """Whether a drafter of this name, or one of its members, is a path that exists."""
-    return any(map(exists, member_names(name)))
 
 
 def split_at(text: str, mark: str, whole: Callable[[str], bool]) -> list[str]:

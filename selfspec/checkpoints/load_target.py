@@ -58,7 +58,8 @@ def load_target(
     A probe runs a small tree against plain passes. Raises ValueError for models that can not be served;
     FileNotFoundError for a folder without a model.
     """
-    wanted, int8 = _dtype(dtype)
+    kind = dtype_name(str(dtype).removeprefix("torch."))
+    int8, wanted = kind == "int8", None if kind == "auto" else getattr(torch, "bfloat16" if kind == "int8" else kind)
     named = isinstance(source, (str, Path))
     device = None if device in (None, "auto") else str(device)
     if int8 and (divide is not None or loading or torch.device(device or "cpu").type != "cpu"):
@@ -88,8 +89,16 @@ def load_target(
         raise ValueError(f"dtype={dtype}: the model multiplies in 8 bits, which takes bfloat16; leave dtype out")
     stock = None if wanted is None else Stock(model, wanted)
     stock = stock if stock is not None and stock.differs else None
-    parts = parts_of(model) if stock or int8 or divide is not None else None  # of the weights as saved
-    saved = _placed(model, stock, device, divide)
+    changed, saved_dtype = stock is not None or divide is not None, None
+    parts = parts_of(model) if changed or int8 else None  # of the weights as saved
+    saved_hash = weights_hash(model, torch.bfloat16) if changed else None  # float16 would round what it can not hold
+    if stock is not None:
+        saved_dtype = model.get_output_embeddings().weight.dtype
+        stock.cast()
+    if divide is not None:
+        divide(model)
+    elif device is not None:
+        model.to(device)  # type: ignore[arg-type]
     if int8:
         quantize(model)
         if not has_kernel():
@@ -97,17 +106,11 @@ def load_target(
     if engine != "eager" and named and not int8:
         _align(model)
     target = served(model, stock=named and divide is None)
-    target.saved_hash, target.saved_dtype = saved[0], saved[1] or target.saved_dtype
+    target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
     target.saved_parts = parts
     target.name = name or target.name  # as it was typed: what is saved with a drafter finds it again
     target.use_engine(engine)
     return target, _tokenizer(path, revision, fetching) if path else None
-
-
-def _dtype(name: str | torch.dtype) -> tuple[torch.dtype | None, bool]:
-    """Of the weights (None: as saved), and whether linear maps are quantized to 8 bits. Raises ValueError."""
-    name = dtype_name(str(name).removeprefix("torch."))
-    return (torch.bfloat16, True) if name == "int8" else (None if name == "auto" else getattr(torch, name), False)
 
 
 def _read(name: str, path: str, revision: str | None, fetching: Figures, loading: Figures) -> PreTrainedModel:
@@ -184,24 +187,6 @@ def _given(source: Any, loading: Figures) -> PreTrainedModel:
         _say_instead(asked)
         model.set_attn_implementation("sdpa")
     return model
-
-
-def _placed(
-    model: Any, stock: Stock | None, device: str | None, divide: Callable[[PreTrainedModel], None] | None
-) -> tuple[str | None, torch.dtype | None]:
-    """Cast and move a model. stock: it in the wanted dtype, None where it has that. Returns hash and dtype of its
-    weights as saved, where they were cast or divided."""
-    saved_hash = saved_dtype = None
-    if stock is not None:
-        saved_dtype = model.get_output_embeddings().weight.dtype
-        saved_hash = weights_hash(model, torch.bfloat16)  # before it is cast: float16 would round what it can not hold
-        stock.cast()
-    if divide is not None:
-        saved_hash = saved_hash or weights_hash(model, torch.bfloat16)
-        divide(model)
-    elif device is not None:
-        model.to(device)
-    return saved_hash, saved_dtype
 
 
 def _attention(config: PreTrainedConfig, loading: Figures) -> Figures:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -45,44 +45,32 @@ def load_parts(
     head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
     begins = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
     beside = str(shards.find(f"{begins}.weight"))
-    missing = []
+    missing, loaded = list[str](), dict[str, Tensor]()
     for parameter, empty in outside.items():
         found = shards.find(parameter)
         tensor = None if found is None else shards.read(found)
         if config.tie_word_embeddings and parameter == f"{head}.weight":
-            embeddings = model.get_input_embeddings().weight
             own = found is not None and beside.startswith(found.removesuffix(f"{head}.weight"))
-            if tensor is None or not own or torch.equal(tensor, embeddings):
+            if tensor is None or not own or torch.equal(tensor, loaded[f"{begins}.weight"]):
                 continue  # the embeddings serve; a head that differs stays one, as transformers leaves it
         if tensor is None or tensor.shape != empty.shape or not tensor.is_floating_point():
             missing.append(parameter)
             continue
-        put(model, parameter, tensor)
+        loaded[parameter] = tensor
     if missing:
         raise ValueError(f"target {name!r}: its files hold no {', '.join(missing)} of the shape that its config says")
+    model.load_state_dict(loaded, strict=False, assign=True)
     if model.get_output_embeddings().weight.is_meta:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight  # one parameter, hashed once
     saved_dtype, saved_hash = model.get_output_embeddings().weight.dtype, parts_of(model)
     stated = getattr(config, "dtype", None)  # in which transformers loads it
     Stock(model, wanted or (stated if isinstance(stated, torch.dtype) else saved_dtype)).cast()
-    for module in model.modules():
-        for value in module.parameters(recurse=False):
-            if not value.is_meta:
-                value.data = value.data.to(place)
-        for part, value in module.named_buffers(recurse=False):
-            if not value.is_meta:
-                module._buffers[part] = value.to(place)
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(place))
     if (shards.folder / "generation_config.json").is_file():  # which names the tokens that end a text
         model.generation_config = GenerationConfig.from_pretrained(shards.folder)
     target = _checked(model)
     target.saved_parts, target.saved_dtype = saved_hash, saved_dtype
     return target, load_tokenizer(str(shards.folder))
-
-
-def put(model: nn.Module, parameter: str, tensor: Tensor) -> None:
-    """A tensor in the place of a parameter, frozen."""
-    path, _, last = parameter.rpartition(".")
-    setattr(model.get_submodule(path), last, nn.Parameter(tensor.detach(), requires_grad=False))
 
 
 @torch.no_grad()
@@ -109,15 +97,13 @@ def _one_layer(target: Target, shards: Shards, layer: int, stock: Stock) -> Iter
     names = [f"{prefix}.{layer}.{n}" for n, _ in stack[layer].named_parameters()]
     if unknown := [n for n in names if shards.find(n) is None]:
         raise ValueError(f"the files of {shards.name!r} hold no {unknown[0]}, so its layers can not be run one by one")
-    old = {n: target.model.get_parameter(n) for n in names}
+    empty = {n: target.model.get_parameter(n) for n in names}
+    own = {n: shards.read(str(shards.find(n))).to(target.device, stock.dtype_of(n)) for n in names}
     try:
-        for n in names:
-            put(target.model, n, shards.read(str(shards.find(n))).to(target.device, stock.dtype_of(n)))
+        target.model.load_state_dict(own, strict=False, assign=True)
         yield
     finally:
-        for n, empty in old.items():
-            path, _, last = n.rpartition(".")
-            setattr(target.model.get_submodule(path), last, empty)
+        target.model.load_state_dict(empty, strict=False, assign=True)
         target.check()
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from os.path import exists
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from selfspec.checkpoints.find import exists, member_names, names_path, split_at
+from selfspec.checkpoints.find import member_names, split_at
 from selfspec.cli.source import names_of
 
 # Hydra's own options, and ours
@@ -50,7 +51,7 @@ def paths_quoted(arguments: list[str]) -> list[str]:
         key, mark, value = argument.partition("=")
         plain = mark and argument[0] != "-" and value[:1] not in ("'", '"', "[", "{")
         parts = split_at(value, ",", _whole) if plain else []
-        path = any(map(names_path, parts))
+        path = any(exists(name) for part in parts for name in member_names(part))
         words = plain and not set(value) & set("\"'[]{}()$")
         if (path and any("," in part for part in parts)) or ((path or words) and not _parses(parser, argument)):
             quoted = ("'" + part.replace("\\", "\\\\").replace("'", "\\'") + "'" for part in parts)

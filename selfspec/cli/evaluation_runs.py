@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -271,7 +270,7 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
         model, name = target.model, run.target
         for drafter in run.limits.drafters:
             find_drafter(drafter, target, tokenizer)  # refused before anything is measured
-            makers[drafter] = partial(_found, drafter, tokenizer)
+            makers[drafter] = partial(find_drafter, drafter, tokenizer=tokenizer)
     else:
         if run.dtype == "int8":
             raise ValueError("dtype=int8 is not for random weights; give limits.config another dtype, or a target")
@@ -293,7 +292,3 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
         write_section(Path(run.results), f"limits {run.name}", text)
     print(f"\n{text}\n{folder}")
     return figures
-
-
-def _found(name: str, tokenizer: Any, target: Target) -> Drafter:
-    return find_drafter(name, target, tokenizer)

@@ -92,7 +92,8 @@ def miscomposed(name: str, arguments: list[str]) -> str | None:
     try:
         check_composed(command, arguments)
     except UnicodeDecodeError as error:
-        files = (path for at in _folders(arguments) for path in sorted(Path(at).rglob("*.yaml")) if not _is_text(path))
+        paths = (path for at in _folders(arguments) for path in sorted(Path(at).rglob("*.yaml")))
+        files = (path for path in paths if error.object in path.read_bytes())
         return f"{next(files, 'a config')} is no text of UTF-8 ({error})"
     except BAD_INPUT as error:
         kinds = drafter_schemas() if command.trains else {}
@@ -151,14 +152,6 @@ def _elsewhere(said: str, kinds: Mapping[str, type]) -> str:
         schemas = ((name, schema_of(c.config)) for name, c in COMMANDS.items() if c.config)
         have = [f"selfspec {name}" for name, schema in schemas if unknown[1] in key_names(schema)]
     return f" ({' and '.join(have)} {'has' if len(have) == 1 else 'have'} it)" if have else ""
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _one_point(parsed: list[Override]) -> None:

@@ -164,35 +164,20 @@ def sweep_points(folder: Path) -> list[Path]:
 
 
 class SweepEnd(Callback):
-    """Ends a sweep: points that failed, while the others went on, are named, with exit code 2."""
+    """Ends a sweep: one table of all its points, of decoding with plots, of training of their last validations. Points
+    that failed, while the others went on, are named, with exit code 2."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
         with clear_errors():
-            self.table(folder)
-            if failed := [home for home in sweep_points(folder) if (home / ERROR).is_file()]:
+            points = sweep_points(folder)
+            if read_points(folder)[0]:
+                run_report(OmegaConf.create({"sweep": str(folder), "against": None}))
+            elif done := {home.name: figures for home in points if (figures := finished(home)) is not None}:
+                text = training_table(done)
+                write_text(folder / "table.md", text + "\n")
+                print(f"\n{text}\n{folder}")
+            if failed := [home for home in points if (home / ERROR).is_file()]:
                 names, first = ", ".join(home.name for home in failed), (failed[0] / ERROR).read_text().strip()
-                of = f"{len(failed)} of {len(sweep_points(folder))} points of {folder} failed ({names})"
+                of = f"{len(failed)} of {len(points)} points of {folder} failed ({names})"
                 raise ValueError(f"{of}, the first with: {first}")
-
-    def table(self, folder: Path) -> None:
-        """What a kind of sweep prints of all its points."""
-
-
-class DecodeTable(SweepEnd):
-    """One table and one set of plots of all points of eval/decode.py."""
-
-    def table(self, folder: Path) -> None:
-        if read_points(folder)[0]:
-            run_report(OmegaConf.create({"sweep": str(folder), "against": None}))
-
-
-class TrainingTable(SweepEnd):
-    """One table of the last validations of all trainings."""
-
-    def table(self, folder: Path) -> None:
-        done = {home: figures for home in sweep_points(folder) if (figures := finished(home)) is not None}
-        if done:
-            text = training_table({home.name: figures for home, figures in done.items()})
-            write_text(folder / "table.md", text + "\n")
-            print(f"\n{text}\n{folder}")

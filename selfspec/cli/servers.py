@@ -68,18 +68,19 @@ def serve_target(arguments: list[str]) -> None:
     from selfspec.integrations.export import write_engine_files
     from selfspec.training.states import wanted_layers, write_about
 
-    plan = server.ServerPlan(args.target, Path(args.folder), args.python, args.port, args.length, args.dtype)
+    given = args.target, Path(args.folder), args.python, args.port, args.length, args.dtype
     if args.plain or args.serve is not None:
-        environment, words = plan.command(None, None if args.serve is None else parse_json(args.serve))
+        drafter = None if args.serve is None else parse_json(args.serve)
+        environment, words = server.server_command(*given, drafter=drafter)
     else:
         target, _, drafter = server.untrained(args.target, args.drafter, args.layers, args.draft_vocab)
         assert isinstance(target, Target)
         layers = wanted_layers(drafter.reads, target.n_layers)
-        environment, words = plan.command(layers)
+        environment, words = server.server_command(*given, layers)
         if args.dry_run is not None:
             written = write_engine_files(drafter.eval(), target, None, "vllm", Path(args.dry_run))
             print("\n".join(written[:-1]))
-            environment, words = plan.command(None, spoken(drafter, Path(args.dry_run)))
+            environment, words = server.server_command(*given, drafter=spoken(drafter, Path(args.dry_run)))
         else:
             if args.run:
                 write_about(Path(args.folder), layers, args.target)

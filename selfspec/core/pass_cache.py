@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from selfspec.core.recurrent.mixers import LayerState, TreeStates, replayed
 
@@ -60,40 +60,23 @@ class PassCache(Cache, TreeStates):
         return True
 
 
-class _Layer(CacheLayerMixin):
+class _Layer(DynamicLayer):
     """What one layer sees in one pass. Sliding layers keep everything; their window is in the mask."""
-
-    is_sliding = False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
     def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
+        return 0  # positions are the caller's
 
 
 class _GrowingLayer(_Layer):
     """Keeps keys and values of all passes, one behind another."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.keys is not None and self.values is not None:
-            key_states = torch.cat([self.keys, key_states], 2)
-            value_states = torch.cat([self.values, value_states], 2)
-        self.keys, self.values = key_states, value_states
-        return key_states, value_states
+    update = DynamicLayer.update
 
 
 class TextCache(PassCache):

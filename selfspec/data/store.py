@@ -70,14 +70,6 @@ class Corpus(Stream):
         return self.starts.diff()
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    tokens: list[int]
-    mask: list[bool]
-    talk: bool
-    n_bytes: int
-
-
 def beginning(tokenizer: Tokenizer) -> tuple[int, ...]:
     """What a tokenizer puts before every text by itself, such as a BOS token: a text that is cut out of another begins
     with it too, as in decoding."""
@@ -86,8 +78,9 @@ def beginning(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(whole[: next(starts, 0)])
 
 
-def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Encoded]:
-    """Each document's tokens and which of them count. Text stands behind a separator, the tokenizer's BOS, or EOS where
+def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[bool], bool, int]]:
+    """Each document's tokens, which of them count, whether it is a conversation, and the bytes of its text. Text stands
+    behind a separator, the tokenizer's BOS, or EOS where
     it has none; a conversation begins as its chat template does, as in decoding. A document is encoded as a whole; a
     token counts where its last character does. Raises ValueError where the tokenizer has neither."""
     separator = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -105,7 +98,7 @@ def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_En
             ids, mask = document.tokens or (ids, _counting(document, offsets))
             if ids[:1] != [separator] and not document.conversation:
                 ids, mask = [separator, *ids], [False, *mask]
-            yield _Encoded(ids, mask, document.conversation, len(document.text.encode()))
+            yield ids, mask, document.conversation, len(document.text.encode())
 
 
 def _by_span(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
@@ -135,10 +128,11 @@ def _counting(document: Document, offsets: list[tuple[int, int]]) -> list[bool]:
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer, prompt_end: Sequence[int] = ()) -> Corpus:
     """Documents as tokens in memory; see `encoded`. prompt_end: see `ChatTemplate.prompt_end`."""
     parts, is_chat, n_bytes = list[tuple[Tensor, Tensor]](), list[bool](), 0
-    for one in progress(encoded(documents, tokenizer), desc="tokenizing", unit=" documents", leave=False):
-        parts.append((torch.tensor(one.tokens, dtype=torch.int64), torch.tensor(one.mask, dtype=torch.bool)))
-        is_chat.append(one.talk)
-        n_bytes += one.n_bytes
+    bar = progress(encoded(documents, tokenizer), desc="tokenizing", unit=" documents", leave=False)
+    for tokens, mask, talk, size in bar:
+        parts.append((torch.tensor(tokens, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool)))
+        is_chat.append(talk)
+        n_bytes += size
     corpus = in_a_row(parts, torch.tensor(is_chat, dtype=torch.bool), beginning(tokenizer))
     return replace(corpus, n_bytes=n_bytes, prompt_end=tuple(prompt_end))
 
@@ -175,15 +169,15 @@ class _Writer:
         self.end = self.n_bytes = self.counted = 0
         self.key = hashlib.sha256()
 
-    def add(self, one: _Encoded) -> None:
-        tokens, mask = np.asarray(one.tokens, np.int32).tobytes(), np.asarray(one.mask, np.bool_).tobytes()
-        self.end += len(one.tokens)
+    def add(self, ids: list[int], counts: list[bool], talk: bool, size: int) -> None:
+        tokens, mask = np.asarray(ids, np.int32).tobytes(), np.asarray(counts, np.bool_).tobytes()
+        self.end += len(ids)
         self.files["tokens"].write(tokens)
         self.files["mask"].write(mask)
         self.files["ends"].write(np.int64(self.end).tobytes())
-        self.is_chat.append(one.talk)
-        self.n_bytes += one.n_bytes
-        self.counted += sum(one.mask)
+        self.is_chat.append(talk)
+        self.n_bytes += size
+        self.counted += sum(counts)
         self.key.update(tokens + mask + np.int64(self.end).tobytes())
 
     def close(self) -> dict[str, int | str]:
@@ -268,7 +262,7 @@ def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
 
     with progress(desc=f"tokenizing {source}", unit=" records") as bar:
         for one in encoded(noted(), tokenizer):
-            writers[sides.popleft()].add(one)
+            writers[sides.popleft()].add(*one)
             if bar.update():
                 figures = {"tokens": sum(writer.end for writer in writers.values()), "broken": broken.count}
                 bar.set_postfix(figures, refresh=False)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,10 +86,6 @@ class Divergence:
     margin: float
     deviation: float
 
-    @property
-    def where(self) -> tuple[int, float, int, int, int, int]:
-        return self.prompt, self.temperature, self.seed, self.nodes, self.batch_size, self.position
-
 
 @dataclass
 class Audit:
@@ -152,23 +149,21 @@ def _stock(spec: Spec, prompt: list[int], new: list[int]) -> tuple[Tensor, Tenso
 
 
 class _Comparison:
-    """What an audit has found so far. noise: of each position; the others as in `Audit`."""
+    """Adds to an audit, setting by setting. noise: of each position."""
 
     def __init__(self, spec: Spec, prompts: list[list[int]], config: AuditConfig) -> None:
         self.spec, self.prompts, self.config = spec, prompts, config
         self.eos = end_tokens(spec.target)
         self.trees = [(n, b) for n in config.nodes for b in config.batch_sizes]
-        self.rows = self.tokens = 0
+        self.found = Audit(f"torch.{spec.target.dtype_name}", 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, [])
         self.noise: list[Tensor] = []
-        self.deviation = self.deviation_plain = self.missed = 0.0
         self.largest = 0.0  # logit
-        self.divergences: list[Divergence] = []
 
     def setting(self, temperature: float, seed: int, stock: bool, update: Callable[[int], object]) -> None:
         """Decode every prompt plainly, alone, and in every tree and batch size. stock: whether plain decoding is held
         against transformers; update: called with the number of texts that were decoded."""
         seeds = [seed + i for i in range(len(self.prompts))]
-        plain, logits, own = list[list[int]](), list[Tensor](), list[list[int]]()
+        plain, logits, own, found = list[list[int]](), list[Tensor](), list[list[int]](), self.found
 
         def decoded(part: range, record: bool, nodes: int = 0) -> Result:
             sampling, chosen = Sampling(temperature), [seeds[i] for i in part]
@@ -186,8 +181,8 @@ class _Comparison:
                 margin = _margin(logits[i][min(at, len(plain[i]) - 1)], both, temperature, seeds[i], start[i] + at)
                 apart = float(swings[at]) if at < len(swings) else math.nan
                 where = i, temperature, seed, nodes, size, at
-                if not self.divergences or self.divergences[-1].where != where:
-                    self.divergences.append(Divergence(*where, both[0], both[1], margin, apart))
+                if not found.divergences or astuple(found.divergences[-1])[:6] != where:
+                    found.divergences.append(Divergence(*where, both[0], both[1], margin, apart))
             return at
 
         start = [len(prompt) for prompt in self.prompts]
@@ -199,8 +194,8 @@ class _Comparison:
                 steps, whole = _stock(self.spec, prompt, plain[i])
                 self.noise.append(_swing(steps, whole))
                 self.largest = max(self.largest, float(logits[i].abs().max()))
-                self.deviation_plain = max(self.deviation_plain, _largest(_swing(steps, logits[i])))
-                self.missed = max(self.missed, _missed(steps, plain[i], temperature, seeds[i], start[i]))
+                found.deviation_plain = max(found.deviation_plain, _largest(_swing(steps, logits[i])))
+                found.missed = max(found.missed, _missed(steps, plain[i], temperature, seeds[i], start[i]))
             own += decoded(range(i, i + 1), False).token_ids
             compare(i, own[i], 0, 1, torch.empty(0))
         for nodes, size in self.trees:
@@ -210,10 +205,10 @@ class _Comparison:
                 for i, new, records, text in zip(part, seen.token_ids, seen.records, unseen.token_ids, strict=True):
                     same = min(_parting(plain[i], new) + 1, len(plain[i]), len(new))  # logits behind one prefix
                     swings = _swing(logits[i][:same], torch.stack([raw for raw, _ in records[:same]]))
-                    self.deviation = max(self.deviation, _largest(swings))
+                    found.deviation = max(found.deviation, _largest(swings))
                     compare(i, new, nodes, size, swings)
-                    self.rows += 1
-                    self.tokens += len(text) if text == own[i] else compare(i, text, nodes, size, swings)
+                    found.rows += 1
+                    found.tokens += len(text) if text == own[i] else compare(i, text, nodes, size, swings)
 
 
 def _parting(one: list[int], other: list[int]) -> int:
@@ -229,17 +224,17 @@ def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
     if large := [size for size in config.batch_sizes if size > len(prompts)]:
         print(f"warning: audit.batch_sizes={large}, but there are {len(prompts)} prompts: one batch of them")
     settings = [(t, s) for t in config.temperatures for s in (config.seeds if t > 0 else config.seeds[:1])]
-    found = _Comparison(spec, prompts, config)
-    with progress(total=2 * len(settings) * len(prompts) * (1 + len(found.trees)), desc="audit") as bar:
+    comparison = _Comparison(spec, prompts, config)
+    found = comparison.found
+    with progress(total=2 * len(settings) * len(prompts) * (1 + len(comparison.trees)), desc="audit") as bar:
         for setting in settings:
-            found.setting(*setting, setting in (settings[0], settings[-1]), bar.update)
+            comparison.setting(*setting, setting in (settings[0], settings[-1]), bar.update)
             bar.set_postfix(divergences=len(found.divergences), tokens=found.tokens, refresh=False)
-    measured = torch.cat(found.noise)
+    noise = torch.cat(comparison.noise)
     # Of answers of one token, both sides of which are one pass over the prompt
-    least = _ALIKE * found.largest * torch.finfo(spec.target.dtype).eps
-    noise = max(_largest(measured), least), float(measured.median())
-    most = found.deviation_plain, found.deviation, found.missed
-    return Audit(f"torch.{spec.target.dtype_name}", found.rows, found.tokens, *noise, *most, found.divergences)
+    least = _ALIKE * comparison.largest * torch.finfo(spec.target.dtype).eps
+    found.noise, found.noise_median = max(_largest(noise), least), float(noise.median())
+    return found
 
 
 def _scores(logits: Tensor, ids: Tensor, temperature: float, seed: int, positions: Tensor) -> Tensor:
@@ -278,9 +273,9 @@ class DistributionTest:
 
     name: str
     samples: int
-    bins: int
     statistic: float
     p: float
+    bins: int
 
 
 @torch.inference_mode()
@@ -313,23 +308,13 @@ def _joined(order: Tensor, least: float, *columns: Tensor) -> list[Tensor]:
     return [torch.cat([column[first].sum(0, keepdim=True), column[rest]]) for column in columns]
 
 
-def _p_value(statistic: Tensor, bins: int) -> float:
-    freedom = torch.tensor(max(1, bins - 1), dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
-
-
-def chi_square(observed: Tensor, expected: Tensor) -> tuple[float, float, int]:
-    """Statistic, p-value and bins of Pearson's test; observed, expected: float64 [n], small bins joined up to 5."""
-    observed, expected = _joined(expected, 5.0, observed, expected)
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    return float(statistic), _p_value(statistic, len(expected)), len(expected)
-
-
-def two_samples(one: Tensor, other: Tensor) -> tuple[float, float, int]:
-    """The same for two samples of one size, counts float64 [n]: in each bin half of both is expected of either."""
-    one, other = _joined(one + other, 10.0, one, other)
-    statistic = ((one - other) ** 2 / (one + other)).sum()
-    return float(statistic), _p_value(statistic, len(one)), len(one)
+def chi_square(observed: Tensor, expected: Tensor, sampled: bool = False) -> tuple[float, float, int]:
+    """Statistic, p-value and bins of Pearson's test; observed, expected: float64 [n], small bins joined up to 5.
+    sampled: `expected` is a sample of the same size; in each bin half of both is expected of either."""
+    observed, expected = _joined(observed * sampled + expected, 5.0 * (1 + sampled), observed, expected)
+    statistic, bins = ((observed - expected) ** 2 / (observed * sampled + expected)).sum(), len(expected)
+    half = torch.tensor(max(1, bins - 1) / 2, dtype=torch.float64)
+    return float(statistic), float(torch.special.gammaincc(half, statistic / 2)), bins
 
 
 @torch.inference_mode()
@@ -348,31 +333,26 @@ def distribution_tests(
     wanted = torch.tensor(list(exact.values()), dtype=torch.float64) * samples
     parts = [range(first, min(first + 100, samples)) for first in range(0, samples, 100)]
 
-    def drafted(relaxed: Relaxed | None) -> Tensor:
-        texts = []
-        for part in parts:
-            options = Options(3, Sampling(1.0), [seed + i for i in part], relaxed=relaxed)
-            texts += speculative(spec.target, [prompt] * len(part), options, spec.drafter, nodes).token_ids
-        return _counted(texts, exact)
+    def drafted(part: range, relaxed: Relaxed | None = None) -> list[list[int]]:
+        options = Options(3, Sampling(1.0), [seed + i for i in part], relaxed=relaxed)
+        return speculative(spec.target, [prompt] * len(part), options, spec.drafter, nodes).token_ids
 
-    def of_transformers() -> Tensor:
+    def of_transformers(part: range) -> list[list[int]]:
         """Their own sampling, which no end token ends."""
-        texts = []
-        for part in parts:
-            texts += hf_generate(spec, [prompt] * len(part), 3, Sampling(1.0), seed + part[0], eos=()).token_ids
-        return _counted(texts, exact)
+        return hf_generate(spec, [prompt] * len(part), 3, Sampling(1.0), seed + part[0], eos=()).token_ids
 
     def unseen(logits: Tensor, picks: list[int], below: list[list[int]]) -> list[int]:
         return [children[0] if children else pick for pick, children in zip(picks, below, strict=True)]
 
-    ours, biased, theirs = drafted(None), drafted(unseen), of_transformers()
-    tests = []
-    for name, observed in (("speculative", ours), ("transformers", theirs), ("biased on purpose", biased)):
-        statistic, p, bins = chi_square(observed, wanted)
-        tests.append(DistributionTest(f"{name} against the exact distribution", samples, bins, statistic, p))
-    statistic, p, bins = two_samples(ours, theirs)
-    tests.append(DistributionTest("speculative against transformers", samples, bins, statistic, p))
-    return tests
+    arms = (drafted, of_transformers, partial(drafted, relaxed=unseen))
+    ours, theirs, biased = (_counted([text for part in parts for text in arm(part)], exact) for arm in arms)
+    against = "against the exact distribution"
+    return [
+        DistributionTest(f"speculative {against}", samples, *chi_square(ours, wanted)),
+        DistributionTest(f"transformers {against}", samples, *chi_square(theirs, wanted)),
+        DistributionTest(f"biased on purpose {against}", samples, *chi_square(biased, wanted)),
+        DistributionTest("speculative against transformers", samples, *chi_square(ours, theirs, sampled=True)),
+    ]
 
 
 def _counted(texts: Sequence[Sequence[int]], exact: dict[tuple[int, ...], float]) -> Tensor:

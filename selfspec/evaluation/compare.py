@@ -229,7 +229,7 @@ def _row(temperature: float, arm: str, nodes: str, records: list[Record], costs:
     row: Figures = {"T": temperature, "arm": arm, "nodes": nodes, **_part(records)}
     row["tokens_per_second"] = texts(records)["tokens_per_second"]
     row["groups"] = {group: _part(rows) for group, rows in grouped(records, attrgetter("group")).items()}
-    if arm == "plain" or not records[0].ours:
+    if arm == "plain" or not ours(records[0].arm):
         return row
     pooled = total([r.stats for r in records])
     step = sum(r.plain.decode for r in records if r.plain) / sum(r.plain.tokens for r in records if r.plain)

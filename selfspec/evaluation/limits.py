@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import WalkNoise, read_walk
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.drafters.parts.static_tree import expected_length, static_tree
+from selfspec.drafters.parts.static_tree import expected_length
 from selfspec.utils.checks import at_least, not_empty
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures
@@ -217,12 +217,6 @@ def step_seconds(
         )
     drafts, passes, wholes, others = (statistics.median(part) for part in zip(*steps, strict=True))
     return drafts, passes, wholes, others
-
-
-def expected_lengths(acceptance: list[list[float]], nodes: int) -> list[float]:
-    """The expected acceptance lengths of the best static trees of 1 to `nodes` nodes; fewer, where no larger tree
-    expects more."""
-    return list(accumulate(static_tree(acceptance, nodes)[2]))
 
 
 def measure_limits(

@@ -84,11 +84,6 @@ class Record:
         return f"{self.group} {self.questions[0][0] if named else self.prompt}"
 
     @property
-    def ours(self) -> bool:
-        """See `ours`."""
-        return ours(self.arm)
-
-    @property
     def decode(self) -> float:
         """Seconds behind the prompts."""
         return self.stats.seconds - self.stats.seconds_prefill
@@ -134,15 +129,10 @@ def _of_run(line: Figures) -> Record:
     stats.seconds_prefill = line["seconds"] - draft - target - other
     regime, same = line.get("regime"), line.get("same")
     return Record(
-        prompt=-1,
-        arm=line["arm"],
-        nodes=line["nodes"],
-        temperature=line["temperature"],
-        seconds=line["seconds"],
-        tokens=line["tokens"],
+        -1,
+        **{name: line[name] for name in ("arm", "nodes", "temperature", "seconds", "tokens", "group")},
         token_ids=[],
         stats=stats,
-        group=line["group"],
         questions=[(line["question"], line["turn"])],
         plain=Beside(line["plain"], line.get("plain_decode") or 0.0, line["plain_tokens"]),
         right=[line.get("right")],

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -42,49 +42,47 @@ _CLOSE = 0.2  # relative error of states up to which they can be of the same lay
 _COUNTERS = "vllm:spec_decode_num_"
 
 
-@dataclass(frozen=True)
-class ServerPlan:
-    """target: a folder or a hub id; folder: that hidden states are written into; python: of vLLM's environment; length:
-    tokens of a request at most."""
-
-    target: str
-    folder: Path
-    python: str = "python"
-    port: int = 8000
-    length: int = 4096
-    dtype: str = "auto"
-
-    def command(self, layers: Sequence[int] | None, drafter: Figures | None = None) -> tuple[dict[str, str], list[str]]:
-        """Environment and command of a server. layers: whose states it hands out, in its own counting (None: of none,
-        for text); drafter: vLLM's speculative config of a drafter that it serves."""
-        place = Path(resolve(self.target))
-        words = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
-        words += ["--model", str(place.absolute()) if place.is_dir() else self.target, "--port", str(self.port)]
-        words += ["--served-model-name", self.target, "--dtype", self.dtype, "--max-model-len", str(self.length + 1)]
-        gpus, environment = torch.cuda.device_count(), dict[str, str]()
-        if gpus > 1 and layers is not None:  # the first is the trainer's
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(1, 1 + _beside(gpus))))
-        if gpus > 1:
-            words += ["--tensor-parallel-size", str(2 ** (gpus.bit_length() - 1) if layers is None else _beside(gpus))]
+def server_command(
+    target: str,
+    folder: Path,
+    python: str,
+    port: int,
+    length: int,
+    dtype: str,
+    layers: Sequence[int] | None = None,
+    drafter: Figures | None = None,
+) -> tuple[dict[str, str], list[str]]:
+    """Environment and command of a server. target: a folder or a hub id; folder: that hidden states are written into;
+    python: of vLLM's environment; length: tokens of a request at most; layers: whose states it hands out, in its own
+    counting (None: of none, for text); drafter: vLLM's speculative config of a drafter that it serves."""
+    place = Path(resolve(target))
+    words = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    words += ["--model", str(place.absolute()) if place.is_dir() else target, "--port", str(port)]
+    words += ["--served-model-name", target, "--dtype", dtype, "--max-model-len", str(length + 1)]
+    gpus, environment = torch.cuda.device_count(), dict[str, str]()
+    if gpus > 1 and layers is not None:  # the first is the trainer's
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(1, 1 + _beside(gpus))))
+    if gpus > 1:
+        words += ["--tensor-parallel-size", str(2 ** (gpus.bit_length() - 1) if layers is None else _beside(gpus))]
+    if not gpus:
+        words += ["--enforce-eager", "--max-num-seqs", "8"]
+        environment = dict(_CPU)
+    if drafter is not None:
+        words += ["--speculative-config", json.dumps(drafter)]
+    if layers is not None:
+        ids = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+        drafting = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": ids}
+        connector: Figures = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
         if not gpus:
-            words += ["--enforce-eager", "--max-num-seqs", "8"]
-            environment = dict(_CPU)
-        if drafter is not None:
-            words += ["--speculative-config", json.dumps(drafter)]
-        if layers is not None:
-            ids = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
-            drafting = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": ids}
-            connector: Figures = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
-            if not gpus:
-                connector["kv_connector"] = "CpuHiddenStatesConnector"
-                connector["kv_connector_module_path"] = "selfspec_cpu_connector"
-                environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm"))
-            connector["kv_connector_extra_config"] = {"shared_storage_path": str(self.folder.absolute())}
-            # States of a prompt are whole only where it is read in one pass, and not from a cache
-            words += ["--no-enable-chunked-prefill", "--no-enable-prefix-caching"]
-            words += ["--max-num-batched-tokens", str(max(self.length + 1, 2048))]
-            words += ["--speculative-config", json.dumps(drafting), "--kv-transfer-config", json.dumps(connector)]
-        return environment, words
+            connector["kv_connector"] = "CpuHiddenStatesConnector"
+            connector["kv_connector_module_path"] = "selfspec_cpu_connector"
+            environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm"))
+        connector["kv_connector_extra_config"] = {"shared_storage_path": str(folder.absolute())}
+        # States of a prompt are whole only where it is read in one pass, and not from a cache
+        words += ["--no-enable-chunked-prefill", "--no-enable-prefix-caching"]
+        words += ["--max-num-batched-tokens", str(max(length + 1, 2048))]
+        words += ["--speculative-config", json.dumps(drafting), "--kv-transfer-config", json.dumps(connector)]
+    return environment, words
 
 
 def _beside(gpus: int) -> int:

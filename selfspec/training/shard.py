@@ -9,6 +9,7 @@ in the same order, or they wait forever.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, reduce
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from selfspec.utils.files import is_main_process
 
 
 def wanted() -> bool:
@@ -45,6 +48,17 @@ def share() -> tuple[int, int]:
 def wait() -> None:
     """Until all processes are here."""
     PartialState().wait_for_everyone()
+
+
+def total(counts: Tensor) -> Tensor:
+    """The sum of a tensor over the processes that divide such work (see `share`)."""
+    return counts if share()[1] == 1 else reduce(counts.to(PartialState().device), "sum").cpu()
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print lines, in one process."""
+    for line in lines if is_main_process() else ():
+        print(line)
 
 
 def gathered(values: list[Any]) -> list[Any]:

@@ -40,10 +40,11 @@ class FromFolder(States):
             print(
                 f"{folder} has no {ABOUT}: it is taken to hold layers {self.layers}; train.states_layers names others"
             )
-        self.places, self.unread, self.tokens = dict[bytes, tuple[Path, int]](), list[Path](), 0
+        self.places, self.unread = dict[bytes, tuple[Path, int]](), list[Path]()
         self.folder, self.first = folder, torch.zeros(0, dtype=torch.int64)
         self._kept, self._hashes, self._checked = list[Tensor](), list[Tensor](), set[int]()  # rows of each layer
-        if (folder / ROWS).is_file():
+        self.of_rows = (folder / ROWS).is_file()  # a training has kept them (`train.cache=disk`)
+        if self.of_rows:
             self._read_kept(str(read_json(about)["dtype"]), length)
             return
         paths = sorted(folder.rglob("*.safetensors"))
@@ -53,7 +54,6 @@ class FromFolder(States):
                 self.unread.append(path)
                 continue
             self.first = ids if not len(self.first) or len(ids) < len(self.first) else self.first
-            self.tokens += len(ids)
             for start in range(0, len(ids), length):  # the last piece of a text that was recorded cut, too
                 self.places[key_of(ids[start : start + length])] = path, start
         if not self.places:
@@ -96,14 +96,6 @@ class FromFolder(States):
                 )
         self._checked.add(row)
 
-    @property
-    def of_rows(self) -> bool:
-        """Whether a training has kept them (`train.cache=disk`)."""
-        return bool(self._kept)
-
-    def knows(self, tokens: Tensor) -> bool:
-        return key_of(tokens) in self.places
-
     def of(self, tokens: Tensor) -> Tensor:
         if (place := self.places.get(key_of(tokens))) is None:
             raise ValueError(f"{self.folder} holds no states of a text of {len(tokens)} tokens that training reads")
@@ -128,7 +120,7 @@ class FromFolder(States):
         for i, one in enumerate(documents):
             known = 0
             for piece, count in parts_of(one.tokens, length, begins):
-                if not self.knows(piece):
+                if key_of(piece) not in self.places:
                     break
                 known += count
             if known:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -34,13 +36,12 @@ from selfspec.training.drafter_data import (
 from selfspec.training.hidden import HiddenStates, states_folder, write_rows
 from selfspec.training.loop import Loop, average
 from selfspec.training.loop_config import LoopConfig
-from selfspec.training.processes import Processes
 from selfspec.training.recorded import recorded_samples
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost, reuse_memory
 from selfspec.training.states import States, plausible
 from selfspec.training.states_server import Ahead, FromServer
 from selfspec.training.step import autocast
-from selfspec.utils.files import NOTHING, Figures, mean
+from selfspec.utils.files import NOTHING, Figures, is_main_process, mean
 from selfspec.utils.progress import progress
 from selfspec.utils.tracking import RunLog
 
@@ -76,30 +77,32 @@ def train_drafter(run: DrafterRun) -> Figures:
     starts.
     """
     reuse_memory()
-    processes = Processes(run.target.device)
+    device = run.target.device
+    if device.type == "cuda" and device.index is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        torch.cuda.set_device(device)  # accelerate takes the first GPU where there is one process
     try:
-        return _train(run, processes)
+        return _train(run, Accelerator(cpu=device.type == "cpu", mixed_precision="no"))  # loop.precision says it
     finally:
         if isinstance(run.states, FromServer):
             run.states.close()
 
 
-def _train(run: DrafterRun, processes: Processes) -> Figures:
+def _train(run: DrafterRun, accelerator: Accelerator) -> Figures:
     target, drafter, config, loop = run.target, run.drafter, run.config, run.loop
     settings = {"target.name": run.target_name, "drafter": drafter.config, "train": config, "loop": loop}
     shard.agree({**settings, "data": (run.train.key, run.validation.key)})
-    if processes.world > 1 and target.device.type == "cpu":
-        processes.say([f"{processes.world} processes train on the CPU, over gloo"])
+    if accelerator.num_processes > 1 and target.device.type == "cpu":
+        shard.say([f"{accelerator.num_processes} processes train on the CPU, over gloo"])
 
     # data: rows that train, rows that validate, and texts of the target's own
     held_out = validation_rows(run.validation, config)
-    texts, batches, prompts = _rows(run, processes)
+    texts, batches, prompts = _rows(run, accelerator)
     if config.init_from is None:
         fill_vocabulary(drafter, texts, target.vocab_size)
-    samples = _samples(run, prompts, processes)
+    samples = _samples(run, prompts)
 
     def calibration() -> Figures:
-        return {mode: calibrate(target, drafter, mode, samples[mode], processes.total) for mode in TEMPERATURES}
+        return {mode: calibrate(target, drafter, mode, samples[mode], shard.total) for mode in TEMPERATURES}
 
     before = weights_hash(target.model)
     if not run.trained:
@@ -109,19 +112,19 @@ def _train(run: DrafterRun, processes: Processes) -> Figures:
     else:
         # loss
         assert isinstance(drafter, Trained)
-        hidden = _hidden_states(run, texts, batches, processes)
-        module = DraftLoss(drafter, target, average(processes.accelerator), hidden, run.states)
+        hidden = _hidden_states(run, texts, batches)
+        module = DraftLoss(drafter, target, average(accelerator), hidden, run.states)
 
         # loop
         def validate() -> Figures:
-            return _validated(module, held_out, calibration(), processes)
+            return _validated(module, held_out, calibration())
 
-        figures = _fitted(run, module, batches, texts, validate, processes)
+        figures = _fitted(run, module, batches, texts, validate, accelerator)
 
         # what a step costs, and what decoding brings beside what calibration promises
         if run.states is None:
-            figures |= _step_cost(run, module, batches, processes)
-            _add_decoded(figures, run, samples, len(prompts), processes)
+            figures |= _step_cost(run, module, batches, accelerator.num_processes)
+            _add_decoded(figures, run, samples, len(prompts))
         note = f"Trained for {figures['steps']} steps of {batches.size} x {batches.length} tokens"
         note += f"; the weights of step {figures['kept_step']} are kept."
         took = {"seconds": figures["seconds"], "tokens": figures["steps"] * batches.size * batches.length}
@@ -129,10 +132,10 @@ def _train(run: DrafterRun, processes: Processes) -> Figures:
     # folder
     if weights_hash(target.model) != before:
         raise RuntimeError(f"the weights of target {run.target_name!r} changed during training; this is a bug")
-    return _saved(run, figures, note, took, before, processes)
+    return _saved(run, figures, note, took, before)
 
 
-def _rows(run: DrafterRun, processes: Processes) -> tuple[Corpus, Packed, list[list[int]]]:
+def _rows(run: DrafterRun, accelerator: Accelerator) -> tuple[Corpus, Packed, list[list[int]]]:
     """The texts to train on, the data's or the target's own, as rows; and prompts of the validation text."""
     target, config, loop, distill_config = run.target, run.config, run.loop, run.config.distill
     prompts = list[list[int]]()
@@ -143,15 +146,15 @@ def _rows(run: DrafterRun, processes: Processes) -> tuple[Corpus, Packed, list[l
         try:
             plausible(run.states, run.validation.document(0).tokens[: config.length])
         except ValueError as error:
-            processes.say([f"warning: {error}"])
-    among = loop.seed, processes.rank, processes.world
+            shard.say([f"warning: {error}"])
+    among = loop.seed, accelerator.process_index, accelerator.num_processes
     texts, batches = run.train, Packed(run.train, config.length, loop.batch_size, *among)
     folder = texts_folder(config, run.folder)
     if run.trained:
         found = len(prompts) if run.states is None else config.prompts
         warnings = config_warnings(config, loop, texts, batches.per_epoch, found)
-        processes.say(f"warning: {line}" for line in warnings)
-        processes.say(examples(texts, run.tokenizer, 1))
+        shard.say(f"warning: {line}" for line in warnings)
+        shard.say(examples(texts, run.tokenizer, 1))
     run.log.begin()
     if distill_config.rows and run.trained:
         texts, _ = distill(target, texts, distill_config, loop.seed, folder)
@@ -160,22 +163,22 @@ def _rows(run: DrafterRun, processes: Processes) -> tuple[Corpus, Packed, list[l
     return texts, batches, prompts
 
 
-def _samples(run: DrafterRun, prompts: list[list[int]], processes: Processes) -> dict[str, list[Sample]]:
+def _samples(run: DrafterRun, prompts: list[list[int]]) -> dict[str, list[Sample]]:
     """This process's texts to calibrate on, by decoding mode: recorded ones, or the prompts as the target continues
     them."""
-    config, part, parts = run.config, processes.part, processes.parts
+    config, (part, parts) = run.config, shard.share()
     if run.states is not None:
         lengths = -(-config.prompts // parts), config.new_tokens, config.length
         return recorded_samples(run.target, run.validation, run.states, *lengths, part, parts)
     seeds = range(part, len(prompts), parts)  # the same texts for all seeds of training
-    openings, quiet = (prompts[part::parts], config.new_tokens), not processes.first
+    openings, quiet = (prompts[part::parts], config.new_tokens), not is_main_process()
     return {
         mode: write_samples(run.target, *openings, temperature, seeds, run.drafter.reads, quiet)
         for mode, temperature in TEMPERATURES.items()
     }
 
 
-def _hidden_states(run: DrafterRun, texts: Corpus, batches: Packed, processes: Processes) -> HiddenStates | None:
+def _hidden_states(run: DrafterRun, texts: Corpus, batches: Packed) -> HiddenStates | None:
     """Where the target's hidden states on training rows are kept, if they are."""
     target = run.target
     if run.config.cache == "none":
@@ -190,8 +193,8 @@ def _hidden_states(run: DrafterRun, texts: Corpus, batches: Packed, processes: P
         how += f" {run.target_name} {run.config.states} {run.config.states_url} {run.states.layers}"
     place = states_folder(target, texts, batches, how)
     hidden = HiddenStates(target, run.drafter.reads, batches.per_epoch, batches.length, dtype, place, run.states)
-    processes.say([hidden.summary])
-    if processes.first:
+    shard.say([hidden.summary])
+    if is_main_process():
         write_rows(place, batches, run.target_name, dtype)
     return hidden
 
@@ -202,16 +205,17 @@ def _fitted(
     batches: Packed,
     texts: Corpus,
     validate: Callable[[], Figures],
-    processes: Processes,
+    accelerator: Accelerator,
 ) -> Figures:
     """The training itself."""
     target, drafter, loop = run.target, module.drafter, run.loop
     server = run.states if isinstance(run.states, FromServer) and module.hidden is None else None
-    at_once = -(-batches.size // processes.world // loop.accumulate) * batches.length
-    processes.say([memory_line(target, drafter, at_once, processes.world if shard.wanted() else 1)])
+    world = accelerator.num_processes
+    at_once = -(-batches.size // world // loop.accumulate) * batches.length
+    shard.say([memory_line(target, drafter, at_once, world if shard.wanted() else 1)])
     optimizer = torch.optim.AdamW(drafter.trained().values(), run.config.lr, (0.9, 0.95), weight_decay=0.0)
     figures = Loop(
-        processes.accelerator,
+        accelerator,
         module,
         [optimizer],
         batches.batch if server is None else Ahead(batches, server, loop.steps),
@@ -225,36 +229,34 @@ def _fitted(
         best=True,
         target=target_hash(target),
     ).fit()
-    processes.say([] if server is None else [server.summary])
+    shard.say([] if server is None else [server.summary])
     return figures
 
 
-def _step_cost(run: DrafterRun, module: DraftLoss, batches: Packed, processes: Processes) -> Figures:
+def _step_cost(run: DrafterRun, module: DraftLoss, batches: Packed, world: int) -> Figures:
     piece = {key: value.chunk(run.loop.accumulate)[0] for key, value in batches.batch(0).items()}
-    most = 20.0 if processes.world == 1 else math.inf  # several processes make the same number of rounds
+    most = 20.0 if world == 1 else math.inf  # several processes make the same number of rounds
     return relative_cost(module, run.target, piece, autocast(run.target.device, run.loop), most=most)
 
 
-def _add_decoded(
-    figures: Figures, run: DrafterRun, samples: dict[str, list[Sample]], prompts: int, processes: Processes
-) -> None:
+def _add_decoded(figures: Figures, run: DrafterRun, samples: dict[str, list[Sample]], prompts: int) -> None:
     """The acceptance length of decoding some of the prompts, beside what is promised for them."""
-    part, parts = processes.part, processes.parts
+    part, parts = shard.share()
     own = [i for i in spread(prompts) if i % parts == part]  # the same ones in any number of parts
     for mode, texts in samples.items():
         again = [texts[i // parts] for i in own], run.config.new_tokens, own
-        figures[mode]["decoded"] = decoded(run.target, run.drafter, mode, *again, processes.total)
+        figures[mode]["decoded"] = decoded(run.target, run.drafter, mode, *again, shard.total)
 
 
-def _validated(module: DraftLoss, rows: dict[str, Tensor], figures: Figures, processes: Processes) -> Figures:
+def _validated(module: DraftLoss, rows: dict[str, Tensor], figures: Figures) -> Figures:
     """A validation: its loss on `rows` over all processes, beside a calibration's figures and what they promise."""
-    device = module.target.device
-    own = range(processes.part, len(rows["tokens"]), processes.parts)
+    device, (part, parts) = module.target.device, shard.share()
+    own = range(part, len(rows["tokens"]), parts)
     pieces = [{key: values[i : i + 1].to(device) for key, values in rows.items()} for i in own]
     none = 0 * module.counts({key: values[:1].to(device) for key, values in rows.items()})
-    counts = processes.total(sum((module.counts(piece) for piece in pieces), none)).to(device)
-    bar = progress(pieces, desc="validation", leave=False, disable=not processes.first)
-    loss = processes.total(sum((module(piece, counts)[0] for piece in bar), none.sum()))
+    counts = shard.total(sum((module.counts(piece) for piece in pieces), none)).to(device)
+    bar = progress(pieces, desc="validation", leave=False, disable=not is_main_process())
+    loss = shard.total(sum((module(piece, counts)[0] for piece in bar), none.sum()))
     if not len(counts):  # a loss that divides by counts of its own: the mean over rows
         loss = loss / len(rows["tokens"])
     elif not counts.any():
@@ -263,9 +265,7 @@ def _validated(module: DraftLoss, rows: dict[str, Tensor], figures: Figures, pro
     return {"loss": float(loss), "tau16": mean(sum(taus), len(taus)), **figures}
 
 
-def _saved(
-    run: DrafterRun, figures: Figures, note: str, took: dict[str, float] | None, weights: str, processes: Processes
-) -> Figures:
+def _saved(run: DrafterRun, figures: Figures, note: str, took: dict[str, float] | None, weights: str) -> Figures:
     """The summary of a training, whose drafter is saved. weights: hash of this process's part of the target."""
     whole_hash = target_hash(run.target) if shard.wanted() else weights
     memory = peak_memory_mb(run.target.device)
@@ -276,9 +276,9 @@ def _saved(
     if not run.loop.over(figures.get("steps", run.loop.steps), figures.get("seconds", 0.0)):
         summary["patience"] = run.loop.patience  # by which it ended
     place = run.folder / "drafter"
-    if processes.first:
+    if is_main_process():
         save_drafter(run.drafter, place, run.target, run.target_name, run.tokenizer, note, took)
         run.log.write({"summary": summary})
-    processes.accelerator.wait_for_everyone()
+    shard.wait()
     load_drafter(place, run.target, run.tokenizer, trust=True)  # what was written can be read
     return summary

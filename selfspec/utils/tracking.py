@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from selfspec.utils.errors import one_line
@@ -88,9 +87,7 @@ class RunLog:
                 write_text(self.path, whole)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         failed = kind is not None and self.run.logger == "wandb"
         self._send(lambda tracker: tracker.run.finish(exit_code=1) if failed else tracker.finish())
         self.tracker = None
@@ -126,7 +123,8 @@ class RunLog:
         purged = {} if self._left is None else {"purge_step": self._left + 1}  # later ones are not shown
         tracker = TensorBoardTracker("tensorboard", self.folder, **purged)
         tracker.start()
-        tracker.store_init_configuration({key: _plain(value) for key, value in flat(self.config)})
+        leaves = flat(self.config)
+        tracker.store_init_configuration({k: v if isinstance(v, int | float | str) else str(v) for k, v in leaves})
         return tracker
 
     def _wandb(self, mode: str) -> Any:
@@ -210,13 +208,9 @@ class RunLog:
         import numpy
         from PIL import Image  # of matplotlib
 
-        opened = {key: Image.open(path).convert("RGB") for key, path in paths.items()}
-        if self.run.logger == "tensorboard":
-            arrays = {key: numpy.asarray(image)[None] for key, image in opened.items()}
-            self._send(lambda tracker: tracker.log_images(arrays, step=self._step, dataformats="NHWC"))
-        else:
-            last = {key: [image] for key, image in opened.items()}
-            self._send(lambda tracker: tracker.log_images(last, step=self._step))
+        arrays = {key: numpy.asarray(Image.open(path).convert("RGB"))[None] for key, path in paths.items()}
+        form = {"dataformats": "NHWC"} if self.run.logger == "tensorboard" else {}
+        self._send(lambda tracker: tracker.log_images(arrays, step=self._step, **form))
 
 
 def whole_lines(path: Path) -> Iterator[tuple[str, Figures]]:
@@ -246,7 +240,3 @@ def flat(record: Figures, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(inner, f"{prefix}{key}/")
         else:
             yield prefix + key, value
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, bool)) else str(value)

@@ -18,6 +18,7 @@ from selfspec.checkpoints.formats.files import (
     check_plain,
     check_read,
     fill,
+    llama_keys,
     number,
     read_config,
     read_torch,
@@ -30,7 +31,7 @@ from selfspec.checkpoints.formats.files import (
 from selfspec.core.target import Target
 from selfspec.drafters.block import BlockConfig, BlockDrafter
 from selfspec.drafters.parts import markov
-from selfspec.drafters.parts.llama_config import OWN, own_settings
+from selfspec.drafters.parts.llama_config import own_settings
 from selfspec.utils.files import Figures
 
 MASK_FILE = "mask_embedding.pt"
@@ -206,7 +207,6 @@ def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
     children, else DFlash's. In the target's saved dtype; embeddings and lm_head stay the target's, but for its rows of
     a draft vocabulary."""
     config, dtype, stack = drafter.config, target.saved_dtype, drafter.stack.trained_stack
-    shape = drafter.stack.config
     tensors = {name: part.detach().to(dtype) for name, part in _parts(drafter).items()}
     if drafter.vocabulary is not None:
         ids = drafter.vocabulary.cpu()
@@ -214,8 +214,6 @@ def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
         tensors["d2t"] = ids - torch.arange(len(ids))
     last = target.vocab_size - 1  # vLLM puts mask_embedding.pt in its place
     spark = bool(config.correction)
-    own = {name: getattr(shape, name) for name in OWN if name != "rope_parameters"}
-    rope = dict(shape.rope_parameters or {})
     ids_read = {"mask_token_id": last, _IDS: list(drafter.reads)}
     sliding = [i in (config.sliding or []) for i in range(config.stack)]
     slides: Figures = {"layer_types": [f"{'sliding' if slide else 'full'}_attention" for slide in sliding]}
@@ -232,21 +230,13 @@ def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
     written = {
         "architectures": ["Qwen3DSparkModel" if spark else "DFlashDraftModel"],
         "model_type": "qwen3",
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        "num_hidden_layers": config.stack,
+        **llama_keys(target, drafter.stack.config, config.stack),
         "num_target_layers": target.n_layers,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        **own,
-        "rope_theta": rope.get("rope_theta"),
-        "rope_parameters": rope,
         "draft_vocab_size": config.draft_vocab,
         "mask_embedding": MASK_FILE,
         "block_size": config.size,
         "dflash_config": {**ids_read, **causal, "sample_from_anchor": config.predicts == "next"},
         **slides,
-        "torch_dtype": str(dtype).removeprefix("torch."),
         "sample_from_anchor": config.predicts == "next",
         **(spark_config if spark else {}),
     }

@@ -18,6 +18,7 @@ from selfspec.checkpoints.formats.files import (
     check_fits,
     check_read,
     fill,
+    llama_keys,
     read_config,
     read_weights,
     renamed,
@@ -57,36 +58,21 @@ def write(drafter: Eagle3, target: Target, folder: Path, form: str, target_name:
             state["lm_head.weight"] = drafter.head.weight.detach()[vocabulary].to(dtype)
         state["d2t"] = ids - torch.arange(len(ids))
         state["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    config = _config(drafter, target, None if "d2t" not in state else len(state["d2t"]), dtype)
+    config = _config(drafter, target, None if "d2t" not in state else len(state["d2t"]))
     if form == "speculators":
         config = _speculators(config, target, target_name, drafter.depth)
     write_files(folder, config, state)
 
 
-def _config(drafter: Eagle3, target: Target, few: int | None, dtype: torch.dtype) -> Figures:
+def _config(drafter: Eagle3, target: Target, few: int | None) -> Figures:
     llama, config = drafter.layer.config, drafter.config
-    rope: dict[str, Any] = {**(llama.rope_parameters or {})}
-    scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
+    scaled = {key: value for key, value in (llama.rope_parameters or {}).items() if key != "rope_theta"}
     return {
         "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if config.qk_norm else "llama",
-        "hidden_size": llama.hidden_size,
-        "intermediate_size": llama.intermediate_size,
-        "num_attention_heads": llama.num_attention_heads,
-        "num_key_value_heads": llama.num_key_value_heads,
-        "head_dim": llama.head_dim,
-        "num_hidden_layers": config.stack,
-        "hidden_act": "silu",
-        "rms_norm_eps": llama.rms_norm_eps,
-        "max_position_embeddings": llama.max_position_embeddings,
-        "vocab_size": target.vocab_size,
+        **llama_keys(target, llama, config.stack),
         "draft_vocab_size": few,  # null, but present: SGLang then takes the target's lm_head
-        "tie_word_embeddings": False,
-        "attention_bias": llama.attention_bias,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "rope_theta": rope.get("rope_theta"),  # beside rope_parameters: readers of older transformers
         "rope_scaling": None if scaled.get("rope_type", "default") == "default" else scaled,
-        "rope_parameters": rope,
         "num_aux_hidden_states": len(drafter.reads),
         **{name: getattr(config, name) for name in FLAGS},
         IDS: [layer + 1 for layer in drafter.reads],

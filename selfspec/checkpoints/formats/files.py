@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig
 
 from selfspec.core.target import Target
+from selfspec.drafters.parts.llama_config import OWN
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, inside, read_json
 
@@ -99,10 +101,12 @@ def check_plain(name: str, tensor: Any, path: Path) -> None:
         raise ValueError(f"{path}: {name!r:.200} has {tensor.nbytes} bytes, the file {path.stat().st_size}")
 
 
-def read_weights(folder: Path) -> tuple[dict[str, Tensor], Path]:
-    """The weights of a folder and the file that holds or lists them: model.safetensors or pytorch_model.bin, whole or
-    in shards. Raises FileNotFoundError where there is none of these, ValueError as `read_tensors`."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
+def read_weights(
+    folder: Path, names: Sequence[str] = ("model.safetensors", "pytorch_model.bin")
+) -> tuple[dict[str, Tensor], Path]:
+    """The weights of a folder and the file that holds or lists them, of one of these names, whole or in shards. Raises
+    FileNotFoundError where there is none of these, ValueError as `read_tensors`."""
+    for name in names:
         if (folder / name).is_file():
             return read_tensors(folder / name), folder / name
         if (index := folder / f"{name}.index.json").is_file():
@@ -113,7 +117,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], Path]:
                     raise ValueError(f"{index}: two files hold {few(twice)}; copy the folder again")
                 tensors |= found
             return tensors, index
-    raise FileNotFoundError(f"{folder}/model.safetensors is missing, and so are its shards and pytorch_model.bin")
+    raise FileNotFoundError(f"{folder}/{names[0]} is missing, and so are its shards and {' and '.join(names[1:])}")
 
 
 def renamed(tensors: Mapping[str, Tensor], name_of: Callable[[str], str], path: Path | str) -> dict[str, Tensor]:
@@ -218,6 +222,21 @@ def settle(config: Figures, tensors: Mapping[str, Tensor], target: Target, folde
     widest = max(inner, heads * number(config, "head_dim", folder))
     check_held(layers * target.hidden_size * widest, tensors, f"{layers} layers of {inner}", folder)
     return few
+
+
+def llama_keys(target: Target, llama: LlamaConfig, layers: int) -> Figures:
+    """Keys of a config for draft layers of Llama's form, in the target's saved dtype."""
+    own = {name: getattr(llama, name) for name in OWN}
+    return {
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_hidden_layers": layers,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        **own,
+        "rope_theta": own["rope_parameters"].get("rope_theta"),  # readers of older transformers look for it here
+        "torch_dtype": str(target.saved_dtype).removeprefix("torch."),
+    }
 
 
 def vocabulary(tensors: dict[str, Tensor], few: int, target: Target, path: Path) -> Tensor | None:

@@ -15,7 +15,7 @@ from selfspec.checkpoints.formats.files import (
     fill,
     number,
     read_config,
-    read_tensors,
+    read_weights,
     renamed,
     write_files,
 )
@@ -90,7 +90,7 @@ def read(folder: Path, target: Target) -> Medusa:
     Raises ValueError for keys, shapes and sizes that do not fit this target; FileNotFoundError where there is no file.
     """
     config = read_config(folder)
-    tensors = renamed(_found(folder), _plain, folder)
+    tensors = renamed(read_weights(folder, (FILE, "model.safetensors", "medusa_lm_head.pt"))[0], _plain, folder)
     key = "medusa_num_heads" if "medusa_num_heads" in config else "num_heads"
     heads = number(config, key, folder)
     held = {int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))}
@@ -120,16 +120,6 @@ def read(folder: Path, target: Target) -> Medusa:
     with torch.no_grad():
         fill({name: part for name, part in parts if biased or not name.endswith(".bias")}, tensors, folder)
     return drafter.eval()
-
-
-def _found(folder: Path) -> dict[str, Tensor]:
-    for name in (FILE, "model.safetensors"):
-        if (folder / name).is_file():
-            return read_tensors(folder / name)
-    path = folder / "medusa_lm_head.pt"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has neither {FILE}, model.safetensors nor {path.name}")
-    return read_tensors(path)
 
 
 def _plain(name: str) -> str:

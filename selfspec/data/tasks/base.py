@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import json
 import keyword
 import re
 import textwrap
@@ -140,24 +141,15 @@ def exactly(code: str) -> Callable[[str], bool]:
 
 
 def parsed(parse: Callable[[str], object], value: object) -> Callable[[str], bool]:
-    """Right where the code of the answer parses to this value."""
+    """Right where the code of the answer parses to this value, which JSON can hold: 1 is neither True nor 1.0."""
 
     def check(answer: str) -> bool:
         try:
-            return _same(parse(code_of(answer)), value)
+            return json.dumps(parse(code_of(answer)), sort_keys=True) == json.dumps(value, sort_keys=True)
         except (ValueError, TypeError, KeyError, RecursionError, MemoryError):
             return False
 
     return check
-
-
-def _same(one: object, other: object) -> bool:
-    """Equality that tells 1 from True."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and one == other
 
 
 def same_code(code: str, documented: bool = True) -> Callable[[str], bool]:

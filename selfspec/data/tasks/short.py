@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections import Counter
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -33,11 +34,8 @@ def rename(pool: Pool, rng: Random) -> list[Turn]:
 
 def local_names(source: str) -> list[str]:
     """Names that are parameters or variables wherever they stand."""
-    nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name | ast.arg)]
-    counts: dict[str, int] = {}
-    for node in nodes:
-        name = node.id if isinstance(node, ast.Name) else node.arg
-        counts[name] = counts.get(name, 0) + 1
+    nodes = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name | ast.arg))
+    counts = Counter(node.id if isinstance(node, ast.Name) else node.arg for node in nodes)
     return [
         name
         for name, count in counts.items()
@@ -121,20 +119,14 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _records(pool: Pool, rng: Random, count: int | None) -> tuple[list[str], list[list[str]]]:
-    """(names of columns, rows of words and numbers)"""
+def csv_to_json(pool: Pool, rng: Random, count: int | None = None) -> list[Turn]:
+    """count: rows (None: a few)."""
     columns = pool.some(rng, rng.randint(2, 3))
     numeric = [rng.random() < 0.4 for _ in columns]
     rows = [
         [str(rng.randint(0, 99)) if number else pool.some(rng, 1)[0] for number in numeric]
         for _ in range(count or rng.randint(2, 4))
     ]
-    return columns, rows
-
-
-def csv_to_json(pool: Pool, rng: Random, count: int | None = None) -> list[Turn]:
-    """count: rows (None: a few)."""
-    columns, rows = _records(pool, rng, count)
     source = "\n".join(",".join(row) for row in [columns, *rows])
     value = [dict(zip(columns, row, strict=True)) for row in rows]
     text = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n]"
@@ -227,12 +219,9 @@ _FUNCTIONS = [  # what it returns in words, and in Python
 ]
 
 
-def _class_name(words: list[str]) -> str:
-    return "".join(word.capitalize() for word in words)
-
-
 def dataclass(pool: Pool, rng: Random) -> list[Turn]:
-    name, fields = _class_name(pool.some(rng, rng.randint(1, 2))), pool.some(rng, rng.randint(2, 4))
+    name = "".join(word.capitalize() for word in pool.some(rng, rng.randint(1, 2)))
+    fields = pool.some(rng, rng.randint(2, 4))
     types = [rng.choice(list(_TYPES)) for _ in fields]
     defaults = rng.random() < 0.5
     described = ", ".join(f"{f} ({t})" for f, t in zip(fields, types, strict=True))

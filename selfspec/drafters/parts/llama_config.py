@@ -100,10 +100,11 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
             "layer reads and writes one width"
         )
     try:
-        config = _llama(target.hidden_size, tokens, settings)
+        config = LlamaConfig(hidden_size=target.hidden_size, vocab_size=tokens, num_hidden_layers=1, **settings)
         LlamaRotaryEmbedding(config)
     except Exception as error:
         raise ValueError(f"drafter.llama={own} makes no layer: {' '.join(str(error).split())}") from error
+    config._attn_implementation = "sdpa"
     return config
 
 
@@ -132,16 +133,3 @@ def _check_numbers(settings: dict[str, Any], widest: int) -> None:
             f"drafter.llama.num_key_value_heads={settings['num_key_value_heads']} must divide "
             f"num_attention_heads={settings['num_attention_heads']}"
         )
-
-
-def _llama(hidden: int, tokens: int, found: dict[str, Any]) -> LlamaConfig:
-    config = LlamaConfig(
-        hidden_size=hidden,
-        vocab_size=tokens,
-        num_hidden_layers=1,
-        hidden_act="silu",
-        tie_word_embeddings=False,
-        **found,
-    )
-    config._attn_implementation = "sdpa"
-    return config
