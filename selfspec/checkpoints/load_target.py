@@ -20,6 +20,7 @@ from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.named import elsewhere
 from selfspec.checkpoints.target_files import check_config, check_shards
 from selfspec.checkpoints.weights_hash import parts_of, weights_hash
+from selfspec.core.memory import no_room
 from selfspec.core.probe import served
 from selfspec.core.quantized import has_int8, has_kernel, quantize
 from selfspec.core.support import refuse_any
@@ -95,17 +96,19 @@ def load_target(
     if stock is not None:
         saved_dtype = model.get_output_embeddings().weight.dtype
         stock.cast()
-    if divide is not None:
-        divide(model)
-    elif device is not None:
-        model.to(device)  # type: ignore[arg-type]
+    with no_room(f"target {name!r} on {device}"):
+        if divide is not None:
+            divide(model)
+        elif device is not None:
+            model.to(device)  # type: ignore[arg-type]
     if int8:
         quantize(model)
         if not has_kernel():
             print("int8: no kernel here (AVX2 or AVX-512 VNNI and a C++ compiler); torch multiplies", file=sys.stderr)
     if engine != "eager" and named and not int8:
         _align(model)
-    target = served(model, stock=named and divide is None)
+    with no_room(f"a pass of target {name!r}"):
+        target = served(model, stock=named and divide is None)
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
     target.saved_parts = parts
     target.name = name or target.name  # as it was typed: what is saved with a drafter finds it again
@@ -144,9 +147,8 @@ def _read(name: str, path: str, revision: str | None, fetching: Figures, loading
     logging.set_verbosity_error()  # names of tensors, which come from files; what matters of them is said below
     try:
         settings = {"dtype": "auto", "revision": revision, "config": config, **fetching, **loading}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(f"no room for target {name!r}: {one_line(error):.300}") from error
+        with no_room(f"target {name!r}"):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
     except (OSError, ImportError, ValueError, MemoryError):
         raise
     except Exception as error:  # damaged weights, or those of another model

@@ -32,7 +32,9 @@ def clear_errors() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except BAD_INPUT as error:
+    except (*BAD_INPUT, RuntimeError) as error:
+        if not isinstance(error, BAD_INPUT) and type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
+            raise
         print(f"{os.path.basename(sys.argv[0])}: {one_line_error(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

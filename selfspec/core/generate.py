@@ -145,12 +145,12 @@ def _steps(
             yield added
             start = moment(device)
     finally:
-        with suppress(RuntimeError):  # of a GPU that failed, which another error tells
-            stats.book(spans)
+        cache.close()
         stats.exact = _exact(target, below > 0, waits)
         stats.compiled += target.compiled - compiled
-        stats.rejected += int(rejected)
-        cache.close()
+        with suppress(RuntimeError):  # of a GPU that failed, which another error tells
+            stats.book(spans)
+            stats.rejected += int(rejected)
         _warn_of_none(drafter, stats)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +36,15 @@ def enough(sizes: dict[torch.device, int], rows: int, entries: int) -> None:
             )
 
 
+@contextmanager
+def no_room(what: str) -> Iterator[None]:
+    """Raises MemoryError where a device has no room for what the block allocates."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"no room for {what}: {' '.join(str(error).split()):.300}") from error
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on a device; 2**62 where the device does not report them."""
     if device.type == "cpu":
@@ -57,6 +67,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """As torch.zeros; on CPUs memory is taken where it is first written to, since much of a cache never is."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.zeros(shape, dtype=dtype, device=device)
+        with no_room("a cache; give fewer rows or a smaller max_new_tokens"):
+            return torch.zeros(shape, dtype=dtype, device=device)
     room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(room, dtype=dtype).view(shape)

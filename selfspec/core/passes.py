@@ -143,7 +143,8 @@ def tree_pass(
     )
     if kv.states:
         cache.leave(kv.states, ran + nodes)
-    outputs = {layer: states[:, :nodes] for layer, states in cache.outputs.items()} if kv.states else cache.outputs
+    outputs = {layer: states.to(tokens.device) for layer, states in cache.outputs.items()}  # of targets on several GPUs
+    outputs = {layer: states[:, :nodes] for layer, states in outputs.items()} if kv.states else outputs
     logits: Tensor | None = getattr(out, "logits", None)
     logits = logits if logits is None or padded is tokens else logits[:, :nodes]
     if noise is None or logits is None or parents is None:

@@ -124,11 +124,15 @@ def served(model: PreTrainedModel, stock: bool = False) -> Target:
                 passed.parent.mkdir(parents=True, exist_ok=True)
                 passed.touch()
         return target
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # which say nothing of the model
+        raise
     except Exception as error:  # of a model of unfamiliar form
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error)}"
     try:
         chains = ChainTarget(model, why)
         _probe_chains(chains)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except Exception as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error)}"
         raise ValueError(why if reason == why else f"{why}; nor are chains served: {reason}") from error

@@ -72,6 +72,7 @@ class Rows:
 
     def picker(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> tuple[Tensor, Tensor]:
         """The target's picks for some rows, each after its tokens and those this pass emitted before; their scores."""
+        logits = logits.to(self.target.device)  # where processors have their tensors; of a target on several GPUs
         if self.rules.processors:
             raw = logits.to(torch.promote_types(logits.dtype, torch.float32))
             prefixes = [self.tokens[row] + new for row, new in zip(rows, ahead, strict=True)]

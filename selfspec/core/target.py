@@ -33,6 +33,7 @@ from selfspec.core.verify import WalkNoise
 from selfspec.engine.choose import engine_for
 from selfspec.engine.engine import Engine
 from selfspec.engine.kernels.weights import forget_changed
+from selfspec.engine.keys import float32_products
 from selfspec.utils.exactness import EXACT, ROUNDED, TESTED, exactness
 
 
@@ -136,7 +137,7 @@ class Target:
     @property
     def exact_between(self) -> str:
         """The same of a text of which some passes ran before they were compiled: compiled ones have other bits."""
-        rounded = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"  # float32 as TF32
+        rounded = not {"highest", "ieee", "none"}.issuperset(float32_products())  # to TF32 or bfloat16
         return TESTED if self.dtype.itemsize >= 4 and not (rounded and self.dtype == torch.float32) else ROUNDED
 
     @property
@@ -286,7 +287,8 @@ class Target:
         cache.entering, cache.outputs = hidden, {}
         part = self.part(start, stop, reads, whole)
         out = part.module(input_ids=tokens, attention_mask=masks, use_cache=True, **part.arguments(positions, cache))
-        outputs = cache.outputs if hidden is None else {start - 1: hidden, **cache.outputs}
+        outputs = {layer: states.to(tokens.device) for layer, states in cache.outputs.items()}
+        outputs |= {} if hidden is None else {start - 1: hidden}
         cache.entering, cache.outputs = None, {}
         self._check_outputs(outputs, start, stop)
         final = outputs[-1 if stop == self.n_layers else stop - 1]

@@ -170,7 +170,7 @@ def runs_through(program: str) -> bool:
             process.wait()
     os.set_blocking(read, False)  # a process that it started may hold the other end
     with open(read, "rb", buffering=0) as pipe:
-        return (pipe.read(64) or b"") == token.encode()
+        return pipe.read(64) == f"{token}\n".encode()
 
 
 def is_problem(record: dict[str, Any]) -> bool:

@@ -161,7 +161,7 @@ class BlockDrafter(Reduced):
 
     def entering(self, roots: Tensor, mask: Tensor) -> Tensor:
         """What enters the stack, [..., size, H], behind roots int64 [...]."""
-        first = F.embedding(roots.to(self.embedding.device), self.embedding)[..., None, :].to(mask.dtype)
+        first = F.embedding(roots.to(self.embedding.device), self.embedding)[..., None, :].to(mask)
         return torch.cat([first, mask.expand(*first.shape[:-2], self.config.size - 1, -1)], -2)
 
     def seen(self, near: Tensor, text: Tensor, block: Tensor, after: Tensor) -> list[Tensor]:

@@ -112,7 +112,7 @@ class Mask(Reduced):
         if self.start is None:
             return logits
         embedded = F.embedding(parents.to(self.embedding.device), self.embedding)
-        unit = F.rms_norm(embedded, embedded.shape[-1:]).to(self.start.dtype)
+        unit = F.rms_norm(embedded, embedded.shape[-1:]).to(self.start)
         return logits + (unit @ self.start[depth] @ self.out).to(logits.dtype)
 
     def along(self, tokens: Tensor, anchors: Tensor, cache: TextCache, documents: Tensor | None = None) -> Tensor:

@@ -156,7 +156,7 @@ class SequentialHeads(Reduced):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H] of tokens, brought to unit root mean square in the target's dtype."""
-        rows = F.embedding(tokens, self.embedding)
+        rows = F.embedding(tokens.to(self.embedding.device), self.embedding).to(tokens.device)
         exact = torch.promote_types(rows.dtype, torch.float32)
         scale = rows.shape[-1] ** 0.5 / rows.norm(dim=-1, keepdim=True, dtype=exact).clamp(min=1e-30)
         unit: Tensor = rows * scale

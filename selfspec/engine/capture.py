@@ -74,7 +74,8 @@ class Captured:
                 try:
                     graph = self.graphs[place] = self._capture(args)
                 except RuntimeError as error:
-                    self.failed, self.graphs = True, OrderedDict()
+                    full = isinstance(error, torch.OutOfMemoryError)  # graphs let go of memory, and are made again
+                    self.failed, self.graphs = not full, OrderedDict()
                     self.note(error)
                     return self.function(*args)
             stream = torch.cuda.current_stream(self.device)

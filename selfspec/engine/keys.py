@@ -37,8 +37,16 @@ def modes() -> tuple[Hashable, ...]:
     """Settings of torch that change what is compiled."""
     grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    products = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    products = *float32_products(), torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     return (*grad, *autocast, *products, torch.get_num_threads(), torch.get_default_dtype())
+
+
+def float32_products() -> tuple[str, ...]:
+    """How torch multiplies float32 on a GPU and on a CPU, by its older switch or its newer one."""
+    try:
+        return (torch.get_float32_matmul_precision(),)
+    except RuntimeError:  # of the older switch, once the newer one was used
+        return tuple(backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn))
 
 
 def layout(argument: Any) -> Hashable:

@@ -61,7 +61,8 @@ def server_command(
     words += ["--served-model-name", target, "--dtype", dtype, "--max-model-len", str(length + 1)]
     gpus, environment = torch.cuda.device_count(), dict[str, str]()
     if gpus > 1 and layers is not None:  # the first is the trainer's
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(1, 1 + _beside(gpus))))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[1 : 1 + _beside(gpus)])
     if gpus > 1:
         words += ["--tensor-parallel-size", str(2 ** (gpus.bit_length() - 1) if layers is None else _beside(gpus))]
     if not gpus:

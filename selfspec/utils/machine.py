@@ -69,9 +69,11 @@ def default_device() -> str:
     does not work is left out, with a line. MPS is never chosen: it has no float64, which noise is made of."""
     if not torch.cuda.is_available():
         return "cpu"
-    name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % max(1, torch.cuda.device_count())}"
     try:
         torch.zeros(1, device=name).add_(1).item()
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"{name} is full ({one_line(error):.200}); free it, or give another device") from error
     except (RuntimeError, AssertionError) as error:
         print(f"{name} is there and does not work ({one_line(error):.200}); the CPU computes", file=sys.stderr)
         return "cpu"

@@ -121,8 +121,8 @@ class FeatureLayer(FeatureReader):
 
 
 def normed(norm: nn.Module, states: Tensor) -> Tensor:
-    """States behind a norm that may be kept in a wider dtype, in their own dtype."""
-    return norm(states).to(states.dtype)  # type: ignore[no-any-return]
+    """States behind a norm that may be kept in a wider dtype or on another device, in their own."""
+    return norm(states).to(states)  # type: ignore[no-any-return]
 
 
 class LastLayer(FeatureLayer):

@@ -47,7 +47,7 @@ def copy_scale(norm: nn.Module, theirs: nn.Module | None, dtype: torch.dtype) ->
     if theirs is None or any(p.is_meta for p in theirs.parameters()):
         return
     into = next(norm.parameters())
-    signs = torch.ones(1, 1, len(into), device=into.device, dtype=dtype)
+    signs = torch.ones(1, 1, len(into), device=next(theirs.parameters(), into).device, dtype=dtype)
     signs[..., 1::2] = -1
     into.copy_(((theirs(signs) - theirs(-signs)) / 2 * signs)[0, 0])
 
