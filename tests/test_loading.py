@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import made, randomize, refused, save_tiny
+from conftest import made, randomize, refused, save_tiny, tiny_model
 from families import build
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, QuantoConfig
@@ -19,9 +19,13 @@ from selfspec.checkpoints.cast import Stock
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import member_names
 from selfspec.checkpoints.load_target import load_target
+from selfspec.cli.errors import clear_errors
+from selfspec.core import probe as probe_file
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
+from selfspec.core.target import Target
 from selfspec.core.tree import chain
+from selfspec.engine.keys import modes
 from selfspec.utils.machine import default_device, device_type
 
 PROMPTS = ["def main():", "import os\nclass"]
@@ -332,3 +336,38 @@ def test_revisions_are_of_what_lies_on_the_hub(tmp_path, heads_folder, tiny_fold
     with pytest.raises(FileNotFoundError, match=r"'nobody/none' at revision 'abc'"):
         selfspec.load("prompt_lookup", target="nobody/none", revision="abc")
     refused("is not on the hub; leave revision out", selfspec.load, "prompt_lookup", target=tiny_folder, revision="abc")
+
+
+def test_a_full_gpu_is_said(tmp_path, monkeypatch, capsys, tokenizer):
+    """It says nothing of the model, which would be served by chains; nor is the CPU taken in its place."""
+    folder = save_tiny(tmp_path / "target", tokenizer)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(probe_file, "probe", full)
+    refused("no room for a pass of target", load_target, folder, error=MemoryError)
+    monkeypatch.setattr(PreTrainedModel, "to", full)
+    refused("no room for target", load_target, folder, device="cpu", error=MemoryError)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch, "zeros", full)
+    refused("cuda:1 is full", default_device, error=MemoryError)
+    with pytest.raises(SystemExit), clear_errors():
+        full()
+    assert "out of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul])
+def test_float32_that_is_rounded_is_said_by_either_switch(backend):
+    target = Target(tiny_model().to(torch.float32))
+    assert target.exact == "in every test"
+    before = backend.fp32_precision
+    try:
+        backend.fp32_precision = "tf32"
+        assert target.exact == "up to rounding"
+        assert modes() != ()
+    finally:
+        backend.fp32_precision = before
+    assert target.exact == "in every test"

@@ -516,6 +516,8 @@ def test_commands_of_a_server(folder, tmp_path, monkeypatch):
     assert "ExampleHiddenStatesConnector" in " ".join(words)
     assert "--no-enable-chunked-prefill" in words
     assert environment == {"CUDA_VISIBLE_DEVICES": "1,2,3,4"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8,9,10,11")
+    assert server_command(*plan, [2])[0] == {"CUDA_VISIBLE_DEVICES": "5,6,7,8"}
     environment, words = server_command(*plan)
     assert not environment
     assert words[words.index("--tensor-parallel-size") + 1] == "8"
