@@ -59,7 +59,8 @@ def test_chains_give_plain_text(kind, capsys):
         fast = speculative(target, PROMPTS, options, oracle, 8)
         assert fast.token_ids == plain.token_ids
         assert fast.stats.passes < plain.stats.passes
-        assert fast.stats.exact == "in every test"
+        selects = "indexed_attention" in (getattr(target.model.config, "layer_types", None) or ())
+        assert fast.stats.exact == ("up to rounding" if selects else "in every test")
         if temperature == 0 and kind == "bloom":
             for prompt, tokens in zip(PROMPTS, plain.token_ids, strict=True):
                 ids = torch.tensor([prompt])

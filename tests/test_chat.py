@@ -51,6 +51,7 @@ TOOLS = (
 )
 SPECIAL = ["<|User|>", "<|Assistant|>", "<think>", "</think>", "<|end|>", "<|im_start|>", "<|im_end|>", "<end_of_turn>"]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLED = {"role": "assistant", "content": "b"}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 
 
@@ -95,6 +96,34 @@ def test_a_thought_that_a_prompt_opens(question, answer, special):
     assert counted(made, talk(question, answer, "Sure?", "Yes.")) == [[f"{answer}<|end|>", "Yes.<|end|>"]]
     assert made.tokenizer.decode(made.prompt_end) == "<think>\n"
     assert made.tokenizer.decode(made.opening(talk(question), "x")).endswith("<|Assistant|><think>\n")
+
+
+@pytest.mark.parametrize(
+    "system", ["", "{% if m.role != 'system' and loop.first %}<|im_start|>system\nBe.<|im_end|>{% endif %}"]
+)
+def test_a_greeting_counts_from_its_words_on(system, special):
+    """Nothing asks for it; what a template writes before is the same for every conversation."""
+    wants = "{% if not messages %}{{ raise_exception('no turn') }}{% endif %}{% for m in messages %}"
+    text = f"{wants}{system}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}"
+    text += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    said = [
+        {"role": role, "content": words}
+        for role, words in zip(("gpt", "user", "gpt"), ("Hello!", "Hi", "So"), strict=True)
+    ]
+    made = template(special, text, "<|im_end|>")
+    assert counted(made, Chat.of({"messages": said}, "x")) == [["Hello!<|im_end|>", "So<|im_end|>"]]
+
+
+def test_turns_that_a_template_leaves_out_are_told(special, tmp_path, capsys):
+    text = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    text += "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    said = (("human", "weather?"), ("function_call", "call(city)"), ("observation", "sunny"), ("gpt", "It is fine."))
+    record = {"conversations": [{"from": role, "value": words} for role, words in said]}
+    made = template(special, text, "<|im_end|>")
+    path = write_lines(tmp_path / "d.jsonl", [record, {"messages": [{"role": "user", "content": "a"}, CALLED]}])
+    stored(JsonLines(path=path, tokenizer=made.tokenizer, ends=made.ends), made.tokenizer, tmp_path / "texts")
+    assert "does not show 2 turns of data.path" in (lines := capsys.readouterr().err)
+    assert "turn 2 of the role 'function_call'" in lines
 
 
 def test_thoughts_that_a_template_writes_anew(special):

@@ -291,6 +291,22 @@ def test_many_records_are_divided_by_their_text(tokenizer, tmp_path):
     assert 200 < len(held) < 400
 
 
+def test_greetings_and_names_of_roles_leave_the_sides_alone(tokenizer, tmp_path):
+    """The side follows from what is asked, not from a greeting before it, however its role is called."""
+    greeting = [{"role": "system", "content": "You are a bot."}, {"role": "Assistant", "content": "Welcome!"}]
+    lines = [
+        {"messages": [*greeting, {"role": "user", "content": f"q {i}"}, {"role": "GPT", "content": f"a {i} {k}"}]}
+        for i in range(1100)
+        for k in (0, 1)
+    ]
+    data = JsonLines(path=write_lines(tmp_path / "d.jsonl", lines), tokenizer=tokenizer, validation_share=0.1)
+    sides: dict[str, set[str]] = {}
+    for document, part in data.documents():
+        sides.setdefault(document.text.partition("q ")[2].split("<")[0], set()).add(part)
+    assert all(len(parts) == 1 for parts in sides.values())
+    assert 60 < sum(parts == {"validation"} for parts in sides.values()) < 160
+
+
 def test_a_side_does_not_follow_from_the_template(tokenizer, tmp_path):
     """A template may render the date: what was held out yesterday must not train today."""
     path = write_lines(tmp_path / "d.jsonl", [talk(i) for i in range(40)])
@@ -329,6 +345,20 @@ def test_parquet_and_data_sets_by_name_are_read_alike(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"broken\.parquet can not be read as Parquet"):
         Parquet(path=str(folder / "broken.parquet"), tokenizer=tokenizer).train()
     refused(r"data.name='nobody/none' .* can not be loaded", Hub(name="nobody/none", tokenizer=tokenizer).train)
+
+
+def test_names_with_signs_of_patterns_are_names(tokenizer, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for name, text in (("data1", "wrong"), ("data[1]", "right")):
+        datasets.Dataset.from_list([{"text": f"{text} {i}"} for i in range(4)]).to_parquet(tmp_path / f"{name}.parquet")
+    found = [
+        record["text"] for _, record in Parquet(path=str(tmp_path / "data[1].parquet"), tokenizer=tokenizer).records()
+    ]
+    assert found == [f"right {i}" for i in range(4)]
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for place in (tmp_path, tmp_path / "a", tmp_path / "a" / "b"):
+        write_lines(place / "x.jsonl", [{"text": "a"}])
+    assert len(files_of(str(tmp_path / "**" / "*.jsonl"))) == 3
 
 
 def test_gzipped_files_and_patterns(tokenizer, tmp_path):

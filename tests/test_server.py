@@ -115,6 +115,9 @@ def test_what_closes_a_cut_answer_does_not_count(pair, fake, tmp_path):
         data.write()
         train, _ = stored(data, pair[1], tmp_path / "texts")
         counted[fake.finish] = pair[1].decode(train.document(0).tokens[train.document(0).mask])
+        file = JsonLines(path=str(data.path), tokenizer=pair[1], ends=data.ends, validation_share=0.4)
+        again, _ = stored(file, pair[1], tmp_path / "again")
+        assert again.counted == train.counted  # as data=jsonl reads them
     assert counted["length"] == "four words of answer"
     assert counted["stop"].startswith(counted["length"])
     assert counted["stop"] != counted["length"]
@@ -199,6 +202,67 @@ def test_its_own_questions(pair, fake, tmp_path, monkeypatch):
     refused("holds answers of other settings", asking(pair, fake, tmp_path, **again).write)
     endless = asking(pair, fake, tmp_path / "other", **again)
     refused("came out empty or endless", endless.write)
+
+
+def test_only_what_the_model_says_counts(pair, fake, tmp_path):
+    """Turns of the source that answer nothing stay, without counting; behind any role that asks the model answers."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"a": 1}'}}
+    turns = [
+        {"role": "assistant", "content": "old greeting"},
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "content": "old call", "tool_calls": [call]},
+        {"role": "ipython", "content": "none"},
+        {"role": "assistant", "content": "old answer"},
+    ]
+    beside = {"chat_template_kwargs": {"thinking": False}, "tools": [{"type": "function"}]}
+    data = JsonLines(path=write_lines(tmp_path / "d.jsonl", [{"messages": turns, **beside}] * 3), tokenizer=pair[1])
+    fake.ids, fake.said, fake.finish = False, {"content": "half of \ud83d"}, "stop"
+    written = asking(pair, fake, tmp_path, source=data, chat_template_kwargs={"depth": 2})
+    written.write()
+    _, record = next(written.records())
+    assert [turn["content"] for turn in record["messages"]] == [
+        "old greeting",
+        "rain?",
+        "old call",
+        "none",
+        "half of ?",
+    ]
+    assert [turn.get("weight") for turn in record["messages"]] == [0, None, 0, None, None]
+    assert {name: record[name] for name in beside} == {
+        **beside,
+        "chat_template_kwargs": {"depth": 2, "thinking": False},
+    }
+    assert fake.asked[0]["messages"][2]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert "weight" not in fake.asked[0]["messages"][0]
+
+
+@pytest.mark.parametrize("said", ["content", {"content": "a", "tool_calls": 3}])
+def test_answers_of_other_forms_are_failures(said, pair, fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(fake, "said", {})
+    answer = {
+        "choices": [{"message": said, "finish_reason": "stop"}],
+        "usage": {"completion_tokens": "x"},
+        "model": "tiny",
+    }
+    monkeypatch.setattr(client.Servers, "post", lambda self, path, body: answer)
+    data = asking(pair, fake, tmp_path, errors=20)
+    if isinstance(said, str):
+        refused("none of 6 conversations was answered", data.write)
+        assert "another form than OpenAI's" in (data.place / "failed.jsonl").read_text()
+    else:
+        data.write()
+        assert len(data.answered()) == 6
+
+
+def test_a_damaged_line_costs_its_answer_alone(pair, fake, tmp_path, capsys):
+    data = asking(pair, fake, tmp_path)
+    data.write()
+    lines = data.path.read_bytes().splitlines(keepends=True)
+    data.path.write_bytes(b"".join([lines[0], b"{" + lines[1][2:], *lines[2:5], lines[5][:9]]))
+    before = len(fake.asked)
+    asking(pair, fake, tmp_path).write()
+    assert sorted(data.answered()) == list(range(6))
+    assert len({body["seed"] for body in fake.asked[before:]}) == 2
 
 
 def test_tools_stay_as_they_are(pair, fake, tmp_path):

@@ -190,10 +190,10 @@ def losses(run: Path) -> list[float]:
 def test_server_folder_and_target_train_alike(kind, folder, parts, whole, fake, tmp_path):
     first = tmp_path / "first"
     save_drafter(drafter_on(parts, kind), first / "drafter", parts, folder, whole[1], "untrained")
-    begin = f"train.init_from={first}"
+    begin = f"train.init_from={first}", "train.length=64"  # of whole texts
     runs = {name: tmp_path / name for name in ("server", "folder", "here")}
     fake.layers = wanted_layers(drafter_on(parts, kind).reads, LAYERS)
-    figures = run_training(training(tmp_path, folder, fake.url, kind, begin), runs["server"])
+    figures = run_training(training(tmp_path, folder, fake.url, kind, *begin), runs["server"])
     assert not list(fake.folder.glob("*.safetensors*"))  # each was read and deleted
     kept = tmp_path / "kept"
     documents = texts_of(tmp_path, whole[1])
@@ -201,8 +201,8 @@ def test_server_folder_and_target_train_alike(kind, folder, parts, whole, fake, 
     assert record(source, documents, kept) == len(documents)
     assert record(source, documents, kept) == 0
     fake.close()  # a folder needs no server
-    run_training(training(tmp_path, folder, str(kept), kind, begin), runs["folder"])
-    run_training(training(tmp_path, folder, None, kind, begin), runs["here"])
+    run_training(training(tmp_path, folder, str(kept), kind, *begin), runs["folder"])
+    run_training(training(tmp_path, folder, None, kind, *begin), runs["here"])
     found = [losses(run) for run in runs.values()]
     assert len(found[0]) == 20
     assert found[0] == pytest.approx(found[2], abs=1e-3)
@@ -212,6 +212,28 @@ def test_server_folder_and_target_train_alike(kind, folder, parts, whole, fake, 
     drafter = load_drafter(runs["server"] / "drafter", whole[0], whole[1])  # serves on the whole target
     assert drafter.kind == kind
     assert read_meta(runs["server"] / "drafter")["target"]["weights_hash"].startswith("parts:")
+
+
+def test_texts_that_end_alike_are_told_apart_or_left_out(parts, tmp_path):
+    """Of a text that rows cut, the states behind the cut belong to what stands before it."""
+    ends = torch.tensor([20, 21])
+    texts = [torch.cat([torch.arange(8) + first, ends]) for first in (0, 8, 0)]
+    for i, text in enumerate(texts):
+        states = torch.full((len(text), LAYERS + 1, parts.hidden_size), float(i))
+        save_file({"token_ids": text, "hidden_states": states}, tmp_path / f"{i}.safetensors")
+    folder = FromFolder(parts, (LAYERS - 1,), tmp_path, range(LAYERS + 1), 8)
+    assert folder.of(texts[1][:8]).unique().tolist() == [1.0]
+    refused("holds no states", folder.of, ends)
+    (tmp_path / "1.safetensors").unlink()
+    assert len(FromFolder(parts, (LAYERS - 1,), tmp_path, range(LAYERS + 1), 8).of(ends)) == 2
+
+
+def test_states_of_another_model_are_not_mixed_in(parts, whole, fake, folder, tmp_path):
+    fake.layers = wanted_layers((1,), LAYERS)
+    source, documents = FromServer(parts, (1,), Servers((fake.url,)), None, 1.0), texts_of(tmp_path, whole[1])[:2]
+    record(source, documents, tmp_path / "kept")
+    write_about(tmp_path / "kept", source.layers, "another")
+    refused("holds states of model another, not", record, source, documents, tmp_path / "kept")
 
 
 def texts_of(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from selfspec.core.support import cache_name, decoder_of, layer_stack, refuse_an
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, ancestors, trusted
 from selfspec.core.verify import Kept, WalkNoise, walk
-from selfspec.utils.exactness import exactness
+from selfspec.utils.exactness import ROUNDED, exactness
 
 WAITING = 32  # accepted tokens that a pass runs again at most; more are run into the state at once
 
@@ -97,7 +97,8 @@ class ChainTarget(Target):
 
     @property
     def exact(self) -> str:
-        return self.exact_between
+        types = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
+        return ROUNDED if "indexed_attention" in types else self.exact_between  # which keys count turns on rounding
 
     @property
     def exactness(self) -> str:

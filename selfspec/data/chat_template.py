@@ -62,6 +62,15 @@ class ChatTemplate:
             raise ValueError(f"{place}: {why}; use another tokenizer")
         return documents, left
 
+    def unseen(self, chat: Chat, documents: Sequence[Document], place: str) -> list[str]:
+        """Turns of others than the assistant that the template does not show, such as those of a role unknown to it."""
+        shown, found = "\n".join(document.text for document in documents), list[str]()
+        for i, turn in enumerate(chat.messages if documents else ()):
+            words = re.findall(r"\w+", turn["content"])
+            if turn["role"] != "assistant" and words and max(words, key=len) not in shown:
+                found.append(f"{place}, turn {i + 1} of the role {turn['role']!r}")
+        return found
+
     @cached_property
     def prompt_end(self) -> list[int]:
         """Token ids that a prompt ends in and finished turns do not begin with, such as an opened thought."""
@@ -100,8 +109,11 @@ class ChatTemplate:
         until, turn, opening = chat.until(i + 1), chat.messages[i], ""
         try:
             text = self.text(until, place, False)
-            with suppress(*([] if i else [ValueError])):  # before the first message a template may have no prompt
+            if i:
                 opening = self.text(chat.until(i), place, True)
+            else:  # nothing asks for it, so that a template has no prompt; it begins where its words do
+                marked = self.text(chat.until(0, {**turn, "content": _MARK + turn["content"]}), place, False)
+                opening = text[: _same(text, marked)]
         except ValueError as error:
             raise ValueError(f"the chat template refuses what stands up to it ({error.__cause__ or error})") from error
         if turn.get("tool_calls"):

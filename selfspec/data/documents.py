@@ -30,7 +30,8 @@ _NAMED = 10  # broken records whose reasons are listed
 class Broken:
     """Records that can not be used. count: how many; named: place and reason of the first; empty: records that hold
     no text, or no assistant's turn; turns: of the assistant, in all records; left: how many of them were left out;
-    why: place and reason of the first."""
+    why: place and reason of the first; unseen: turns of others that the chat template does not show; which: the place
+    of the first."""
 
     count: int = 0
     named: list[str] = field(default_factory=list)
@@ -38,6 +39,8 @@ class Broken:
     turns: int = 0
     left: int = 0
     why: str = ""
+    unseen: int = 0
+    which: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +153,10 @@ class Records(ABC):
             broken.turns += len(chat.answers)
             broken.left += len(left)
             broken.why = broken.why or next(iter(left), "")
+            broken.unseen += len(unseen := self.template.unseen(chat, documents, place))
+            broken.which = broken.which or next(iter(unseen), "")
+            if documents and _is_cut(record.get("finish")):
+                documents[-1] = Document(place, _open_ended(documents[-1].spans, chat.messages[-1]))
         for document in documents:
             _encodable(document.text, place)
         return documents
@@ -194,6 +201,21 @@ class Records(ABC):
         return self.validation()
 
 
+def _is_cut(finish: object) -> bool:
+    """Whether the last of the reasons why a server's answers ended is another than that it was whole."""
+    return isinstance(finish, list) and bool(finish) and finish[-1] not in ("stop", "tool_calls")
+
+
+def _open_ended(spans: tuple[tuple[str, bool], ...], turn: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+    """Spans of a document whose last answer was cut off, up to where its words end: what the chat template writes
+    behind them does not count. Without that answer where they are not found."""
+    at = max(i for i, (_, counts) in enumerate(spans) if counts)
+    texts = (str(turn.get(name) or "").strip() for name in ("content", "reasoning_content", "reasoning", "thinking"))
+    said = next(filter(None, texts), "")
+    end = spans[at][0].rfind(said) + len(said) if said in spans[at][0] else 0
+    return (*spans[:at], (spans[at][0][:end], True)) if end else spans[:at]
+
+
 def _digest(record: object) -> float:
     """A number in [0, 1) that follows from what a record says, however a chat template renders it: of a conversation
     from what is said before its first answer, so that other answers to the same fall on its side."""
@@ -201,7 +223,9 @@ def _digest(record: object) -> float:
     text, turns = record.get("text"), record.get("messages") or record.get("conversations")
     if turns:
         said_by = [[t.get("role") or t.get("from"), t.get("content") or t.get("value")] for t in turns]
-        answers = (i for i, (role, _) in enumerate(said_by) if i and role in _ANSWERING)
+        kinds = [str(role).lower() for role, _ in said_by]
+        asked = next((i for i, kind in enumerate(kinds) if kind not in (*_ANSWERING, "system", "developer")), 0)
+        answers = (i for i, kind in enumerate(kinds) if i > asked and kind in _ANSWERING)
         said = json.dumps(said_by[: next(answers, len(said_by))])
     elif isinstance(text, str) and text:
         said = text

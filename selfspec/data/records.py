@@ -22,7 +22,7 @@ def files_of(path: object) -> list[Path]:
     paths = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else [path]
     files_found = list[Path]()
     for one in paths:
-        names = sorted(glob.glob(one)) if isinstance(one, str) and not Path(one).is_file() else [one]
+        names = sorted(glob.glob(one, recursive=True)) if isinstance(one, str) and not Path(one).is_file() else [one]
         files = [Path(name) for name in names if isinstance(name, str) and Path(name).is_file()]
         if not files:
             raise ValueError(f"data.path={one!r} is not a file, and matches none as a pattern such as data/*.jsonl")
@@ -127,7 +127,9 @@ class Parquet(_Files):
             try:
                 if not read_metadata(path).num_rows:  # which datasets takes for damaged
                     continue
-                rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+                rows = datasets.load_dataset(
+                    "parquet", data_files=glob.escape(str(path)), split="train", streaming=True
+                )
                 yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
             except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # pyarrow's are ValueErrors
                 raise ValueError(f"{path} can not be read as Parquet ({error})") from error

@@ -14,14 +14,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 from selfspec.data.chat import Chat
 from selfspec.data.chat_template import ChatTemplate
-from selfspec.data.corpus import Document
-from selfspec.data.documents import Broken, Records
+from selfspec.data.documents import Records
 from selfspec.data.own_questions import Template, answer_temperature, usable
 from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import Figures, cache_folder, disk_room, write_text
@@ -31,6 +30,7 @@ from selfspec.utils.progress import progress
 _EXACT = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # else a server takes the model's own
 _COMPARED = 16  # conversations whose prompts are held against the template here
 _SPOKEN = ("content", "reasoning", "reasoning_content", "tool_calls")  # of an answer, as templates read it
+_LISTS = ("tools", "documents")  # beside a conversation; all else are arguments of the template
 _TRIES = 8  # questions that are drawn where the model's are not usable
 
 
@@ -79,18 +79,6 @@ class Server(Records):
 
     def __str__(self) -> str:
         return f"data.url={self.url!r}"
-
-    def _documents(self, line: object, place: str, broken: Broken) -> list[Document]:
-        """Of an answer that was cut off, what the chat template writes behind it does not count."""
-        documents = super()._documents(line, place, broken)
-        record: Figures = line if isinstance(line, dict) else {}
-        if (record.get("finish") or ["stop"])[-1] == "stop" or not documents or documents[-1].tokens:
-            return documents
-        spans, said = documents[-1].spans, str(record["messages"][-1].get("content") or "").strip()
-        at = max((i for i, (_, counts) in enumerate(spans) if counts), default=-1)
-        if at >= 0 and said and (begin := spans[at][0].rfind(said)) >= 0:
-            documents[-1] = Document(place, (*spans[:at], (spans[at][0][: begin + len(said)], True)))
-        return documents
 
     def evaluation(self) -> NoReturn:
         """Raises ValueError: what is written here is for training."""
@@ -181,6 +169,8 @@ class Server(Records):
                 rate = tokens / (time.perf_counter() - begun)
                 bar.set_postfix({"tokens": tokens, "rate": f"{rate:.0f}/s", "failed": failed}, refresh=False)
         self._card(len(done), kinds, failed, tokens, time.perf_counter() - begun, quiet)
+        if not done and not kinds:
+            raise ValueError(f"none of {failed} conversations was answered; {self.place / 'failed.jsonl'} says why")
 
     def _card(self, before: int, kinds: Counter[str], failed: int, tokens: int, seconds: float, quiet: bool) -> None:
         figures: Figures = {"model": self._servers.model, "answers": dict(kinds), "failed": failed, "before": before}
@@ -208,9 +198,11 @@ class Server(Records):
         temperature = answer_temperature(i, self.sampled)
         history, turns, finish, wrote = list[dict[str, Any]](), list[tuple[list[int], list[int]]](), list[str](), 0
         for message in [*chat.messages, {"role": "assistant", "content": ""}]:
-            asks = bool(history) and history[-1]["role"] in ("user", "tool")
+            since = takewhile(lambda role: role != "assistant", (turn["role"] for turn in reversed(history)))
+            asks = not {"system", "developer"}.issuperset(since)
             if message["role"] != "assistant" or message.get("tool_calls") or not asks:
-                history += [message] if message.get("content") or message.get("tool_calls") else []
+                kept = {**message, "weight": 0} if message["role"] == "assistant" else message  # not what it says
+                history += [kept] if message.get("content") or message.get("tool_calls") else []
                 continue
             try:
                 said, ids, why, new = self._answer(i, Chat(history, chat.beside), temperature)
@@ -228,7 +220,9 @@ class Server(Records):
             raise Refused("the conversation asks nothing")
         while history[-1]["role"] != "assistant":  # a question that was not answered
             history.pop()
-        record: Figures = {"id": i, "messages": history, **chat.beside}
+        record: Figures = {"id": i, "messages": history, **_listed(chat.beside)}
+        if arguments := self._arguments(chat):
+            record["chat_template_kwargs"] = arguments
         if len(turns) == len(finish):
             record["tokens"] = merged(turns)
         return {**record, "temperature": temperature, "finish": finish, "new_tokens": wrote}
@@ -238,9 +232,9 @@ class Server(Records):
     ) -> tuple[dict[str, Any], tuple[list[int], list[int]] | None, str, int]:
         """The message, its token ids behind those of the prompt (None: the server tells none), why it ended, and how
         many tokens it has."""
-        body: Figures = {"messages": chat.messages, "max_tokens": self.new_tokens, "temperature": temperature}
-        body |= {"seed": self.seed + i, "return_token_ids": True, **_EXACT}
-        arguments = {**self.chat_template_kwargs, **{k: v for k, v in chat.beside.items() if k != "tools"}}
+        body: Figures = {"messages": list(map(_sent, chat.messages)), "max_tokens": self.new_tokens}
+        body |= {"seed": self.seed + i, "return_token_ids": True, "temperature": temperature, **_EXACT}
+        arguments = {**self._arguments(chat), **{k: v for k, v in chat.beside.items() if k == "documents"}}
         body |= {"chat_template_kwargs": arguments} if arguments else {}
         body |= {"tools": chat.beside["tools"]} if "tools" in chat.beside else {}
         answer = self._servers.post("/v1/chat/completions", body)
@@ -251,20 +245,29 @@ class Server(Records):
             )
         choice = first_choice(answer)
         message, why = choice.get("message") or {}, str(choice.get("finish_reason"))
+        prompt, ids = cast(Any, answer.get("prompt_token_ids")), cast(Any, choice.get("token_ids"))
+        usage = answer.get("usage") or {}
+        if not isinstance(message, dict) or not isinstance(usage, dict):
+            raise Refused(f"conversation {i}: the answer is in another form than OpenAI's: {answer!s:.200}")
         said = {"role": "assistant", "content": "", **{k: message[k] for k in _SPOKEN if message.get(k)}}
-        prompt, ids = answer.get("prompt_token_ids"), choice.get("token_ids")
+        said = json.loads(json.dumps(said, ensure_ascii=False).encode(errors="replace"))  # of half a character
         if not any(said[k] for k in _SPOKEN if k in said):
             raise Refused(f"conversation {i}: the answer is empty ({why})")
-        usage = answer.get("usage") or {}
         if len(self._compared) < _COMPARED:
             self._compared.append(i)
             self._compare(chat, prompt, usage.get("prompt_tokens"))
-        if not isinstance(prompt, list) or not isinstance(ids, list) or not ids:
-            return said, None, why, int(usage.get("completion_tokens") or 0)
+        if not _are_ids(prompt) or not _are_ids(ids):
+            count = usage.get("completion_tokens")
+            return said, None, why, count if type(count) is int else 0
         if why == "stop" and self.ends and ids[-1] not in self.ends:  # the server leaves it out
             own = self.tokenizer.eos_token_id
             ids = [*ids, own if own in self.ends else min(self.ends)]
         return said, (prompt, ids), why, len(ids)
+
+    def _arguments(self, chat: Chat) -> dict[str, Any]:
+        """Of the chat template, a record's before those of all."""
+        own = {name: value for name, value in chat.beside.items() if name not in _LISTS}
+        return {**self.chat_template_kwargs, **own}
 
     def _compare(self, chat: Chat, prompt: list[int] | None, size: int | None) -> None:
         """Raises ValueError where the server's template or tokenizer gives another prompt than the one here."""
@@ -306,8 +309,8 @@ class Server(Records):
     # -- what was written
 
     def answered(self, mend: bool = False) -> dict[int, int]:
-        """Where each answered conversation begins in the file, by its number. mend: a line that was cut off is
-        dropped."""
+        """Where each answered conversation begins in the file, by its number; damaged lines are passed over. mend: a
+        last one that was cut off is dropped."""
         found = dict[int, int]()
         if not self.path.is_file():
             return found
@@ -317,15 +320,15 @@ class Server(Records):
                 number = None
                 with suppress(ValueError, LookupError, TypeError):
                     number = int(json.loads(line)["id"])
-                if number is None or not line.endswith(b"\n"):
-                    if not mend:
-                        break
-                    file.truncate(at)
-                    print(
-                        f"{self.path}: what stands behind byte {at} was cut off; it is asked for again", file=sys.stderr
-                    )
+                if not line.endswith(b"\n"):
+                    if mend:
+                        file.truncate(at)
+                        print(f"{self.path}: its last line was cut off; it is asked for again", file=sys.stderr)
                     break
-                found[number] = at
+                if number is not None:
+                    found[number] = at
+                elif mend:
+                    print(f"{self.path}: the line at byte {at} is damaged; it is asked for again", file=sys.stderr)
                 at += len(line)
         return found
 
@@ -341,6 +344,31 @@ class Server(Records):
         for _, record in self.records():
             whole.update(json.dumps(record).encode())
         return whole.hexdigest()
+
+
+def _are_ids(ids: Any) -> bool:
+    return isinstance(ids, list) and bool(ids) and all(type(token) is int for token in ids)
+
+
+def _listed(beside: Figures) -> Figures:
+    return {name: value for name, value in beside.items() if name in _LISTS}
+
+
+def _sent(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as OpenAI's interface has it: arguments of tool calls are a string of JSON."""
+    sent = {name: value for name, value in message.items() if name != "weight"}
+    if isinstance(calls := message.get("tool_calls"), list):
+        sent["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _json(call["function"].get("arguments", {}))}}
+            if isinstance(call, dict) and isinstance(call.get("function"), dict)
+            else call
+            for call in calls
+        ]
+    return sent
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def merged(turns: Sequence[tuple[list[int], list[int]]]) -> list[dict[str, list[int]]]:

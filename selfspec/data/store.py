@@ -30,7 +30,7 @@ from selfspec.utils.progress import progress
 _BATCH = 512  # documents that go through the tokenizer at once
 _PARTS = ("train", "validation")
 _SIZES = {"tokens": ("tokens", 4), "mask": ("tokens", 1), "ends": ("documents", 8), "talks": ("documents", 1)}
-_VERSION = 6  # of the files and of what stands in them
+_VERSION = 7  # of the files and of what stands in them
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,9 @@ def _left_out(about: dict[str, Any], source: Records) -> Iterator[str]:
         yield from (f"  {visible(why)}" for why in about["named"])
     if about["empty"]:
         yield f"{about['empty']} records of {source} hold no text, or no assistant's turn"
+    if about["unseen"]:
+        which = visible(about["which"])
+        yield f"the chat template does not show {about['unseen']} turns of {source}, the first: {which}"
     if about["left"]:
         share = f"{about['left']} of {about['turns']}"
         yield f"{share} assistant turns of {source} are left out, the first: {visible(about['why'])}"

@@ -198,8 +198,13 @@ def record(states: FromServer, documents: Sequence[Tensor], folder: Path) -> int
     how many were written now: files that are there stay."""
     folder.mkdir(parents=True, exist_ok=True)
     about = folder / ABOUT
-    if about.is_file() and (layers := read_json(about).get("layers")) != states.layers:
-        raise ValueError(f"{folder} holds states of layers {layers}, not {states.layers}; give another folder")
+    found, wanted = (
+        (read_json(about) if about.is_file() else {}),
+        {"layers": states.layers, "model": states.target.name},
+    )
+    for name, value in wanted.items():
+        if found.get(name, value) != value:
+            raise ValueError(f"{folder} holds states of {name} {found[name]}, not {value}; give another folder")
     write_about(folder, states.layers, states.target.name)
     places = [(folder / f"hs_{key_of(tokens).hex()}.safetensors", tokens) for tokens in documents]
     missing = [(place, tokens) for place, tokens in dict(places).items() if not place.is_file()]

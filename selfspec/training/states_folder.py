@@ -47,7 +47,7 @@ class FromFolder(States):
         if self.of_rows:
             self._read_kept(str(read_json(about)["dtype"]), length)
             return
-        paths = sorted(folder.rglob("*.safetensors"))
+        paths, behind = sorted(folder.rglob("*.safetensors")), dict[bytes, bytes]()  # the text before each piece
         for path in progress(paths, desc=f"states in {folder}", unit=" files"):
             ids = _ids_of(path)
             if ids is None:
@@ -55,7 +55,11 @@ class FromFolder(States):
                 continue
             self.first = ids if not len(self.first) or len(ids) < len(self.first) else self.first
             for start in range(0, len(ids), length):  # the last piece of a text that was recorded cut, too
-                self.places[key_of(ids[start : start + length])] = path, start
+                key, before = key_of(ids[start : start + length]), key_of(ids[:start])
+                if behind.setdefault(key, before) != before:  # two texts end alike: which one is meant is not known
+                    behind[key] = b""
+                self.places[key] = path, start
+        self.places = {key: place for key, place in self.places.items() if behind[key]}
         if not self.places:
             odd = f"; {len(self.unread)} files are being written, or are none of states" if self.unread else ""
             raise ValueError(

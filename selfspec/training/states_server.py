@@ -6,6 +6,7 @@ import fcntl
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -115,8 +116,10 @@ class FromServer(States):
                     f"{self.servers.urls[0]} has read other tokens than it was given: another model's server"
                 )
             try:
-                with path.with_name(path.name + ".lock").open() as held:
-                    fcntl.flock(held, fcntl.LOCK_SH)  # until the server has written
+                lock = path.with_name(path.name + ".lock")
+                with lock.open() if lock.exists() or not path.exists() else nullcontext() as held:
+                    if held is not None:
+                        fcntl.flock(held, fcntl.LOCK_SH)  # until the server has written
                     with safe_open(path, "pt") as file:
                         ids, states = file.get_tensor("token_ids").long(), file.get_tensor("hidden_states")
                 if not torch.equal(ids, tokens):

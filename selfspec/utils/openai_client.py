@@ -86,7 +86,7 @@ class Servers:
 
         try:
             answer = self._client.request(method, url + path, json=body)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+        except (httpx.RequestError, httpx.InvalidURL) as error:
             raise ConnectionError(f"{url} does not answer: {one_line(error) or type(error).__name__}") from error
         if answer.status_code != 200:
             said = visible(" ".join(answer.text.split()))[:300]
