@@ -10,13 +10,16 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import compose_config, refused
+from transformers import AutoModelForCausalLM
 
 import selfspec
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.loading import find_drafter
 from selfspec.cli.config import drafter_of
 from selfspec.cli.evaluation_runs import run_decode
+from selfspec.cli.terminal import export
 from selfspec.cli.training_runs import run_training
 from selfspec.core.contract import Accepted, Context
 from selfspec.drafters.base import Batch, Sample
@@ -93,6 +96,9 @@ def test_a_drafter_of_another_package(trained, source_root, tmp_path, package, m
 
     with pytest.raises(Untrusted, match=r"'ownpkg\.mine\.Bigram' is code of the package 'ownpkg'; .*trust_code=True"):
         selfspec.load(str(trained))
+    card = (trained / "drafter" / "README.md").read_text()
+    assert ", trust_code=True)" in card
+    assert "It needs the Python package `ownpkg`" in card
     spec = selfspec.load(str(trained), dtype="float32", trust_code=True)
     for temperature in (0.0, 1.0):
         fast = spec.generate(["def f():", "import os"], 24, temperature, seed=1)
@@ -108,6 +114,10 @@ def test_a_drafter_of_another_package(trained, source_root, tmp_path, package, m
         f"data.root={source_root}",
     ]
     point = run_decode(compose_config("eval", *own, *measured.split()), tmp_path / "point")
+    to = tmp_path / "dry"
+    spec.push_to_hub("a/b", tmp_path / "point", dry_run=to)  # figures of these very weights
+    assert "| 0.0 | 6 |" in (to / "README.md").read_text()
+    assert json.loads((tmp_path / "point" / "origin.json").read_text())[f"files {trained}"] == spec.drafter.saved_hash
     assert point["identical"]["autoregressive"] == {"rows": 2, "of": 2}
     head, _, row = table(rows_of([point])).splitlines()
     assert head.split("|")[-2].strip() == "slowest"
@@ -136,6 +146,19 @@ def test_code_is_never_taken_from_the_checkpoint(trained, tmp_path, monkeypatch)
     refused("there is no package 'evil'", selfspec.load, str(copied), trust_code=True)
     monkeypatch.syspath_prepend(str(copied))
     refused("never taken from the checkpoint's own folder", selfspec.load, str(copied), trust_code=True)
+
+
+def test_commands_take_trust(trained, tmp_path):
+    at = str(trained), "--to", "transformers", "--out", str(tmp_path / "served")
+    refused("--trust-code", export, [*at], error=Untrusted)
+    export([*at, "--trust-code"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
+    ids = torch.tensor([[5, 9, 2]])
+    plain, fast = (
+        model.generate(ids, max_new_tokens=8, do_sample=False, **more)
+        for more in ({}, {"custom_generate": str(tmp_path / "served"), "trust_remote_code": True})
+    )
+    assert plain.tolist() == fast.tolist()
 
 
 def test_an_installed_entry_point_is_trusted(trained, package, tiny_folder, source_root):

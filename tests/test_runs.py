@@ -27,7 +27,7 @@ from test_training import SMALL, small
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import member_names
-from selfspec.cli import origin
+from selfspec.cli import launch, origin
 from selfspec.cli.arguments import constant, flags_first, paths_quoted, taken
 from selfspec.cli.config import _folder_name
 from selfspec.cli.launch import _again
@@ -38,6 +38,7 @@ from selfspec.data.store import Corpus, joined
 from selfspec.drafters.medusa import Medusa
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, rows_of
+from selfspec.evaluation.tables import training_table
 from selfspec.training import resources
 from selfspec.training.check import config_warnings
 from selfspec.training.checkpoint import State
@@ -697,3 +698,12 @@ def test_an_interrupted_command_says_how_it_goes_on(monkeypatch):
     assert _again("audit", "runs/audit/d", False) == ""
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert _again("train", "runs/a", False) == ""  # what launched the processes is not known
+
+
+def test_figures_of_nothing_are_shown(capsys):
+    """JSON has null for them where a finished run is read again."""
+    nothing = {"tau": {"16": None}, "top1": [], "decoded": None}
+    figures = {"greedy": nothing, "sampled": {**nothing, "decoded": 1.5}, "loss": None, "seconds": 3.0}
+    assert training_table({"a": figures}).splitlines()[2].split() == "| a | n/a | n/a | - | - | - | - | 3 |".split()
+    launch._acceptance(figures)
+    assert "(nothing was accepted); expected acceptance length n/a at 16 nodes" in capsys.readouterr().out

@@ -333,6 +333,21 @@ def test_training_begins_with_the_weights_of_another(train, tmp_path):
     assert one < other
     assert more["loss"] < first["loss"]
     refused("init_from=.* is a medusa drafter that does not fit this medusa", train, "odd", "drafter.heads=2", begin)
+    shutil.rmtree(tmp_path / "first")  # its weights are in the run's own checkpoint by now
+    assert train("more", *short, begin) == more
+    assert train("more", "loop.steps=4", *short[1:], begin)["steps"] == 4
+
+
+def test_of_validations_that_are_alike_the_lowest_loss_is_kept(train, monkeypatch):
+    """As long as no draft is accepted the figure is 1 at each of them."""
+    losses = iter((3.0, 2.0, 2.5, 1.0))
+    real = drafter_module._validated
+    monkeypatch.setattr(
+        drafter_module, "_validated", lambda *args: {**real(*args), "tau16": 1.0, "loss": next(losses, 9.0)}
+    )
+    settings = ("loop.steps=3", "loop.validate_every=1", "train.prompts=2")
+    assert train("a", *settings)["kept_step"] == 2
+    assert train("a", "loop.steps=4", *settings[1:])["kept_step"] == 2  # a validation was made of the weights kept
 
 
 def test_a_draft_vocabulary_stays_when_data_change(train, tmp_path, capsys):

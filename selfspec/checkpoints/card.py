@@ -38,7 +38,10 @@ def card(meta: Figures, note: str) -> str:
     name, kind = str(meta["target"]["name"]), in_markdown(meta["kind"])
     base = "" if repository(name) is None else f"base_model: {name}\n"
     target = in_markdown(Path(name).name if is_path(name) else name)
-    target_argument = f', target="path/to/{target}"' if is_path(name) else ""
+    more = f', target="path/to/{target}"' if is_path(name) else ""
+    own = "." in meta["kind"]  # of another package
+    more += ", trust_code=True" if own else ""
+    needs = f"\nIt needs the Python package `{kind.partition('.')[0]}`, which holds the class.\n" if own else ""
     return f"""---
 library_name: selfspec
 {base}tags: [speculative-decoding, {json.dumps(meta["kind"])}]
@@ -51,9 +54,9 @@ many passes the target takes. {STORY}
 ```python
 import selfspec
 
-spec = selfspec.load("{PLACE}"{target_argument})
+spec = selfspec.load("{PLACE}"{more})
 ```
-
+{needs}
 {config}
 - target weights (SHA-256 in bfloat16): {meta["target"]["weights_hash"]}
 

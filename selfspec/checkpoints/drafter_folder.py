@@ -27,7 +27,7 @@ from selfspec.drafters.base import Calibration, Drafter, DrafterConfig
 from selfspec.drafters.parts.views import Adapted
 from selfspec.drafters.registry import build, config_class, drafter_class
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import Figures, atomic, inside, read_json
+from selfspec.utils.files import Figures, atomic, digest, inside, read_json
 
 FORMAT = 3
 RENAMED = {"vocabulary": "draft_vocab"}  # keys of configs that older versions wrote
@@ -138,11 +138,11 @@ def read_meta(folder: Path) -> Figures:
 
 def check_files(folder: Path, meta: Figures) -> None:
     """Raises FileNotFoundError or ValueError for a drafter's file that is missing or not what was written."""
-    for name, digest in meta["files"].items():
+    for name, known in meta["files"].items():
         path = inside(folder, name, folder / "drafter.json")
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing; copy the whole folder again")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        if hashlib.sha256(path.read_bytes()).hexdigest() != known:
             raise ValueError(f"{path} is truncated or was altered: its SHA-256 differs from drafter.json")
 
 
@@ -212,7 +212,13 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
         state = {key.removeprefix(_PREFIX): t for key, t in read_tensors(part).items()}
         fill(get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False), state, part)
     drafter.calibration = _read_calibration(meta["calibration"], drafter.calibration, path)
+    drafter.saved_hash = files_hash(meta)
     return drafter.eval()
+
+
+def files_hash(meta: Figures) -> str:
+    """A hash of a drafter's weights and calibration, as its drafter.json has them."""
+    return digest(sorted(meta["files"].items()), json.dumps(meta["calibration"], sort_keys=True))
 
 
 def shaped_as(folder: Path, target: Target, trust: bool = False) -> Drafter:

@@ -14,9 +14,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from selfspec.checkpoints.card import PLACE, in_markdown, is_path, repository
-from selfspec.checkpoints.drafter_folder import check_files, read_meta
+from selfspec.checkpoints.drafter_folder import check_files, files_hash, read_meta
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import Figures, atomic, read_json
+from selfspec.utils.files import ORIGIN, Figures, atomic, read_json
 
 _MEASURED = "## Measured"
 
@@ -44,7 +44,7 @@ def measured(results: Sequence[Path], folder: Path, located: Callable[[str], Pat
     Points of other drafters are named and left out. Raises ValueError for what is no such result, and where all are of
     another drafter; FileNotFoundError where there is none.
     """
-    points, others = [], []
+    points, others, now = [], [], files_hash(read_meta(folder))
     for place in results:
         if not place.exists():
             raise FileNotFoundError(f"results: {place} does not exist")
@@ -66,10 +66,13 @@ def measured(results: Sequence[Path], folder: Path, located: Callable[[str], Pat
                 same = located(named).resolve() in (folder.resolve(), folder.resolve().parent)
             except FileNotFoundError:
                 same = False
-            if same:
-                points.append(point)
-            else:
+            origin = read_json(path.with_name(ORIGIN)) if path.with_name(ORIGIN).is_file() else {}
+            if not same:
                 others.append(f"{path} was measured with drafter={named!r}, not with {str(folder)!r}")
+            elif origin.get(f"files {named}", now) != now:
+                others.append(f"{path} was measured with other weights of {named!r}: they were trained since")
+            else:
+                points.append(point)
     if others and not points:
         raise ValueError(others[0])
     for line in others:

@@ -162,10 +162,12 @@ class PageRun:
 
 @dataclass
 class LimitsRun(Loaded):
-    """results: a Markdown file whose section `limits NAME` is written anew."""
+    """results: a Markdown file whose section `limits NAME` is written anew; trust_code: whether checkpoints may name
+    drafters of other packages."""
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     results: str | None = None
+    trust_code: bool = False
 
 
 @dataclass

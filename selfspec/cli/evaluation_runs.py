@@ -269,15 +269,18 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
         target, tokenizer = load_target(run.target, run.dtype, run.device, engine="compiled")
         model, name = target.model, run.target
         for drafter in run.limits.drafters:
-            find_drafter(drafter, target, tokenizer)  # refused before anything is measured
-            makers[drafter] = partial(find_drafter, drafter, tokenizer=tokenizer)
+            find_drafter(drafter, target, tokenizer, trust=run.trust_code)  # refused before anything is measured
+            makers[drafter] = partial(find_drafter, drafter, tokenizer=tokenizer, trust=run.trust_code)
     else:
         if run.dtype == "int8":
             raise ValueError("dtype=int8 is not for random weights; give limits.config another dtype, or a target")
         dtype = torch.bfloat16 if run.dtype == "auto" else getattr(torch, run.dtype)
         model = random_model(run.limits.config, dtype, run.device)
         name = f"random weights of {run.limits.config}"
-        makers = {drafter: partial(shaped_as, drafter_folder(drafter)) for drafter in run.limits.drafters}
+        makers = {
+            drafter: partial(shaped_as, drafter_folder(drafter), trust=run.trust_code)
+            for drafter in run.limits.drafters
+        }
     done = folder / "limits.json"
     with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
         figures: Figures = {"target": name, "forecast": run.limits.config is not None}

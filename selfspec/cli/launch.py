@@ -125,12 +125,13 @@ def train(config: DictConfig, folder: Path) -> None:
 
 def _acceptance(figures: Figures) -> None:
     for mode in ("greedy", "sampled"):
-        top1 = " ".join(shown(share, 3) for share in figures[mode]["top1"]) or "(nothing was drafted)"
+        top1 = " ".join(shown(share, 3) for share in figures[mode]["top1"]) or "(nothing was accepted)"
         tau = ", ".join(f"{shown(value)} at {nodes} nodes" for nodes, value in figures[mode]["tau"].items())
         print(f"{mode:8} top-1 by depth {top1}; expected acceptance length {tau}")
         if (decoded := figures[mode].get("decoded")) is not None:
-            share = decoded / figures[mode]["tau"]["16"]
-            print(f"{mode:8} decoded with 16 nodes {shown(decoded)}, {shown(share)} of what was expected")
+            expected = figures[mode]["tau"]["16"]
+            share = "" if expected is None else f", {shown(decoded / expected)} of what was expected"
+            print(f"{mode:8} decoded with 16 nodes {shown(decoded)}{share}")
 
 
 def _report(figures: Figures, folder: Path) -> None:

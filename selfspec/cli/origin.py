@@ -42,7 +42,10 @@ def check_origin(
     now |= {"code": f"selfspec {code_hash(*_MEASURED)[:12]}, " + ", ".join(f"{n} {version(n)}" for n in _BELOW)}
     now |= others or {}
     for name, drafter in drafters.items():
-        now[f"drafter {name}"] = "+".join(drafter_hash(member)[:16] for member in members_of(name, drafter).values())
+        members = members_of(name, drafter)
+        now[f"drafter {name}"] = "+".join(drafter_hash(member)[:16] for member in members.values())
+        if drafter.saved_hash is not None:
+            now[f"files {name}"] = drafter.saved_hash
     path, measured = folder / ORIGIN, [*drafters] if kept is None else [*kept]
     if begun.exists() and not path.is_file():
         return  # of an older version, which did not say
@@ -50,6 +53,8 @@ def check_origin(
     before.pop("engines", None)  # of an older version, all in one
     for key in (key for key in now if before.get(key, now[key]) != now[key]):
         said = f"{begun} was measured with another {key} ({before[key]}, now {now[key]})"
+        if key.startswith("files "):  # the drafter's own hash says more
+            continue
         if key == "code":  # a change may be of what is not measured
             print(f"warning: {said}; figures of before and now may not be alike")
         elif key == "device" and begun.name == "summary.json":

@@ -79,6 +79,12 @@ def new_parser(name: str, what: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _trusting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-code", action="store_true", help="let the checkpoint name a drafter of another package"
+    )
+
+
 def export(arguments: list[str]) -> None:
     """selfspec export DIR --to vllm --out DIR"""
     parser = new_parser("export", "Write a trained drafter in the form that another engine serves.")
@@ -88,6 +94,7 @@ def export(arguments: list[str]) -> None:
     parser.add_argument("--target", help="instead of the one that the drafter names; its weights must be the same")
     parser.add_argument("--dtype", default="float32", help="in which it is checked")
     parser.add_argument("--nodes", type=_nodes, help="of the draft tree, with --to transformers")
+    _trusting(parser)
     args = parser.parse_args(arguments)
     _named(args.drafter, args.target, args.dtype)
     if Path(args.out).exists():
@@ -95,7 +102,7 @@ def export(arguments: list[str]) -> None:
 
     from selfspec.integrations.export import export
 
-    print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype, args.nodes)))
+    print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype, args.nodes, args.trust_code)))
 
 
 def push(arguments: list[str]) -> None:
@@ -140,6 +147,7 @@ def compile(arguments: list[str]) -> None:
     parser.add_argument("--nodes", type=positive, nargs="+", default=[16], help="sizes of draft trees")
     parser.add_argument("--temperatures", type=as_temperature, nargs="+", default=[0.0, 1.0], help="0 is greedy")
     parser.add_argument("--rows", type=positive, default=1, help="prompts of a batch, at most")
+    _trusting(parser)
     args = parser.parse_args(arguments)
     _named(args.drafter, args.target, args.dtype)
 
@@ -154,7 +162,7 @@ def compile(arguments: list[str]) -> None:
     from selfspec.utils.progress import progress
 
     logging.disable_progress_bar()
-    spec = selfspec.load(args.drafter, args.target, args.dtype, engine="compiled")
+    spec = selfspec.load(args.drafter, args.target, args.dtype, engine="compiled", trust_code=args.trust_code)
     target, start, most = spec.target, time.perf_counter(), 2 * max(args.nodes)
     room = (target.max_positions or 2**62) - 2
     batches = [2**i for i in range((args.rows - 1).bit_length() + 1)]  # rows that ended leave sizes of these
@@ -197,9 +205,7 @@ def _complete_parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", default="auto", help="eager or compiled (auto: where a compiler is found)")
     parser.add_argument("--color", action="store_true", help="drafted tokens in colour, one for each drafter")
     parser.add_argument("--trace", metavar="FILE", help="write what every pass did to this file, as lines of JSON")
-    parser.add_argument(
-        "--trust-code", action="store_true", help="let the checkpoint name a drafter of another package"
-    )
+    _trusting(parser)
     return parser
 
 

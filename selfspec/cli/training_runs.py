@@ -102,8 +102,8 @@ def run_check(config: DictConfig, folder: Path) -> Iterator[str]:
     yield from check(target, tokenizer, drafter, train, validation, run.train, run.loop)
 
 
-def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
-    """The drafter that a training begins with."""
+def _made(run: TrainRun, target: Target, tokenizer: Tokenizer, begun: bool = False) -> Drafter:
+    """The drafter that a training begins with. begun: whether a checkpoint has its weights."""
     kind, config = drafter_of(run.drafter)
     torch.manual_seed(run.loop.seed)
     try:
@@ -116,7 +116,7 @@ def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
         try_out(drafter, target)
         if isinstance(drafter, Trained) and drafter.trained() and not target.partial:
             try_training(drafter, target, run.loop)
-    if (name := run.train.init_from) is not None:
+    if (name := run.train.init_from) is not None and not begun:
         warm_start(drafter, find_drafter(name, target, tokenizer, trust=run.trust_code), name)
     return drafter
 
@@ -131,11 +131,12 @@ def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
             count = done.get("steps", run.loop.steps)
             more = "minutes" if run.loop.minutes is not None and count < run.loop.steps else "steps"
             more = "patience" if "patience" in done else more
-            print(f"{folder} is finished, with {count} steps; a higher loop.{more}= trains it further")
+            further = f"; a higher loop.{more}= trains it further" if "kept_step" in done else ""
+            print(f"{folder} is finished, with {count} steps{further}")
         return done
     with run_folder(config, folder, checkpoint_path(folder)) as plain:
         target, tokenizer, data = _opened(run, config)
-        drafter = _made(run, target, tokenizer)
+        drafter = _made(run, target, tokenizer, checkpoint_path(folder).is_file())
         check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
         texts = _tokenized(data, target, tokenizer)
         with RunLog(folder, run, plain, "train.jsonl", title) as log:

@@ -111,6 +111,7 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.config, self.calibration = config, calibration
         self._trained: frozenset[str] | None = None
+        self.saved_hash: str | None = None  # of the files it was read from
 
     @property
     def kind(self) -> str:

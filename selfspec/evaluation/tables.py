@@ -200,10 +200,12 @@ def training_table(runs: dict[str, Figures]) -> str:
     """Runs of a sweep by name, with what their last validations promise: τ at 16 nodes, top-1 of the first depth."""
     rows = []
     for name, figures in runs.items():
-        cells = [f"{figures[mode]['tau']['16']:.2f}" for mode in ("greedy", "sampled")]
-        cells += [f"{figures[mode]['top1'][0]:.3f}" if figures[mode]["top1"] else "-" for mode in ("greedy", "sampled")]
+        cells = [shown(figures[mode]["tau"]["16"]) for mode in ("greedy", "sampled")]
+        cells += [
+            shown(figures[mode]["top1"][0], 3) if figures[mode]["top1"] else "-" for mode in ("greedy", "sampled")
+        ]
         loss, seconds = figures.get("loss"), figures.get("seconds")
-        cells += ["-" if loss is None else f"{loss:.3f}", str(figures.get("kept_step", "-"))]
+        cells += ["-" if loss is None else shown(loss, 3), str(figures.get("kept_step", "-"))]
         rows.append([name, *cells, "-" if seconds is None else f"{seconds:.0f}"])
     return markdown(["run", "τ T=0", "τ T=1", "top-1 T=0", "top-1 T=1", "loss", "kept step", "seconds"], rows)
 

@@ -54,10 +54,11 @@ def export(
     target: str | None = None,
     dtype: str = "float32",
     nodes: int | str | None = None,
+    trust: bool = False,
 ) -> list[str]:
     """Write the drafter `name` to the folder `out` in the form `to`, one of `FORMATS`. Returns what to tell the user:
     what was checked, and the commands that serve it. dtype: in which it is checked; nodes: of the draft tree, where
-    transformers runs the folder (None: 16).
+    transformers runs the folder (None: 16); trust: whether it may be of another package.
 
     Files of other engines are read back and must give the drafter's own logits on real text, or nothing is left behind
     (the tests hold them against an independent reading of each format). Raises ValueError for a form that the drafter
@@ -72,7 +73,7 @@ def export(
         raise ValueError(f"--out {str(out)!r}: the folder {folder.absolute().parent} does not exist")
     if nodes is not None and (to != "transformers" or not (nodes == "auto" or (isinstance(nodes, int) and nodes > 0))):
         raise ValueError(f"--nodes {nodes}: a number above 0 or auto, with --to transformers; engines set their own")
-    loaded, drafter, tokenizer = _pair(name, target, dtype)
+    loaded, drafter, tokenizer = _pair(name, target, dtype, trust)
     if to == "transformers":
         with atomic(folder) as scratch:
             write_transformers(name, drafter, loaded, tokenizer, scratch, nodes)
@@ -80,12 +81,12 @@ def export(
     return write_engine_files(drafter, loaded, tokenizer, to, folder)
 
 
-def _pair(name: str, target: str | None, dtype: str) -> tuple[Target, Drafter, Tokenizer | None]:
+def _pair(name: str, target: str | None, dtype: str, trust: bool) -> tuple[Target, Drafter, Tokenizer | None]:
     """A drafter on its target, of which only parts are read where it was trained on parts."""
     if not Path(name).is_dir() or "+" in name or not _of_parts(folder := drafter_folder(name)):
-        return load_pair(name, target, dtype, None)[:3]
+        return load_pair(name, target, dtype, None, trust=trust)[:3]
     loaded, tokenizer = load_parts(target or str(read_meta(folder)["target"]["name"]), dtype, "cpu")
-    return loaded, load_drafter(folder, loaded, tokenizer), tokenizer
+    return loaded, load_drafter(folder, loaded, tokenizer, trust), tokenizer
 
 
 def _of_parts(folder: Path) -> bool:

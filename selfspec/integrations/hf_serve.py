@@ -144,7 +144,9 @@ def _opened(model: PreTrainedModel) -> _Kept:
     flags = [(p, p.requires_grad) for p in model.parameters()]
     try:
         target, tokenizer = load_target(model)
-        members = {part: find_drafter(str(folder / part) if part == OWN else part, target, tokenizer) for part in names}
+        places = {part: str(folder / part) if part == OWN else part for part in names}
+        # trust_remote_code led here, so that drafters of other packages are trusted too
+        members = {part: find_drafter(place, target, tokenizer, trust=True) for part, place in places.items()}
         return _Kept(Spec(target, joined(target, members), tokenizer), nodes)
     finally:
         for parameter, flag in flags:

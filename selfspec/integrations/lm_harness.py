@@ -62,6 +62,7 @@ class Harness(HFLM):
         device: str | None = None,
         nodes: int | str = NODES,
         engine: str = "auto",
+        trust_code: bool = False,
         **arguments: Any,
     ) -> None:
         known = inspect.signature(HFLM.__init__).parameters
@@ -73,7 +74,7 @@ class Harness(HFLM):
         # cuda is the command's own default
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             device = None
-        self.spec = load(drafter, target, dtype, device, engine)
+        self.spec = load(drafter, target, dtype, device, engine, trust_code=trust_code)
         model, tokenizer = self.spec.target.model, self.spec.tokenizer
         if tokenizer is None:
             raise ValueError(f"target {self.spec.target.name!r} has no tokenizer, which the harness needs")

@@ -58,19 +58,22 @@ def _digest(saved: object) -> str:
 class State:
     """What a checkpoint holds beside weights and moments. pending: whether the validation of this step is still to be
     made; best: of the validations so far, by the figure that is to be high: its value, its step and the parameters;
-    since: validations after it."""
+    loss: of that one; since: validations after it."""
 
     step: int = 0
     seconds: float = 0.0
     pending: bool = False
     best: tuple[float, int, dict[str, Tensor]] | None = None
+    loss: float = math.nan
     since: int = 0
 
-    def judge(self, value: float, checkpoint: Checkpoint) -> None:
-        """A validation's figure: the weights are kept where it is the highest so far."""
+    def judge(self, value: float, loss: float, checkpoint: Checkpoint) -> None:
+        """A validation's figure: the weights are kept where it is the highest so far, or as high with a lower loss: as
+        long as no draft is accepted all figures are alike."""
         self.since += 1
-        if self.best is None or value > self.best[0] or math.isnan(self.best[0]):
-            self.best, self.since = (value, self.step, checkpoint.taken()), 0
+        alike = self.best is not None and value == self.best[0] and loss < self.loss
+        if self.best is None or value > self.best[0] or math.isnan(self.best[0]) or alike:
+            self.best, self.loss, self.since = (value, self.step, checkpoint.taken()), loss, 0
 
 
 class Checkpoint:

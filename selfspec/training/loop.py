@@ -21,7 +21,7 @@ from selfspec.training.resources import crowd
 from selfspec.training.signals import Interrupted, Signals
 from selfspec.training.step import autocast, optimizer_step
 from selfspec.utils.errors import command_line
-from selfspec.utils.files import Figures, shown
+from selfspec.utils.files import NOTHING, Figures, shown
 from selfspec.utils.openai_client import Refused
 from selfspec.utils.progress import progress
 from selfspec.utils.tracking import RunLog
@@ -231,7 +231,8 @@ class Loop:
         except Interrupted:
             return True
         if self.best:
-            self.state.judge(self.mean(self.figures[self.headline]), self.checkpoint)
+            value, loss = (self.mean(self.figures.get(name, NOTHING)) for name in (self.headline, "loss"))
+            self.state.judge(value, loss, self.checkpoint)
         if self.first:
             self.log.write({"validation": self.figures}, self.state.step)
         self.show()

@@ -310,7 +310,7 @@ def _stage(
             mean = float((nats * counts).sum() / counts.sum())
             figures[f"{name}nats_per_token"] = mean
             if not name:
-                figures["bits_per_byte"] = mean / math.log(2) * len(packed.corpus.tokens) / packed.corpus.n_bytes
+                figures["bits_per_byte"] = mean / math.log(2) * packed.corpus.counted / packed.corpus.n_bytes
         return figures
 
     keys = [packed.corpus.key for packed in (batches, *validated.values())]

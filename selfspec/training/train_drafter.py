@@ -114,6 +114,11 @@ def _train(run: DrafterRun, accelerator: Accelerator) -> Figures:
         assert isinstance(drafter, Trained)
         hidden = _hidden_states(run, texts, batches)
         module = DraftLoss(drafter, target, average(accelerator), hidden, run.states)
+        if accelerator.num_processes > 1 and not len(module.counts(_on(target.device, held_out, 0))):
+            raise ValueError(
+                f"{accelerator.num_processes} processes: the drafter's loss divides by counts of its own; divide by "
+                "batch.average(counts), as masked_mean does, or train in one process"
+            )
 
         # loop
         def validate() -> Figures:
@@ -252,8 +257,8 @@ def _validated(module: DraftLoss, rows: dict[str, Tensor], figures: Figures) -> 
     """A validation: its loss on `rows` over all processes, beside a calibration's figures and what they promise."""
     device, (part, parts) = module.target.device, shard.share()
     own = range(part, len(rows["tokens"]), parts)
-    pieces = [{key: values[i : i + 1].to(device) for key, values in rows.items()} for i in own]
-    none = 0 * module.counts({key: values[:1].to(device) for key, values in rows.items()})
+    pieces = [_on(device, rows, i) for i in own]
+    none = 0 * module.counts(_on(device, rows, 0))
     counts = shard.total(sum((module.counts(piece) for piece in pieces), none)).to(device)
     bar = progress(pieces, desc="validation", leave=False, disable=not is_main_process())
     loss = shard.total(sum((module(piece, counts)[0] for piece in bar), none.sum()))
@@ -263,6 +268,11 @@ def _validated(module: DraftLoss, rows: dict[str, Tensor], figures: Figures) -> 
         loss = loss * NOTHING
     taus = [tau for mode in TEMPERATURES if math.isfinite(tau := figures[mode]["tau"]["16"])]
     return {"loss": float(loss), "tau16": mean(sum(taus), len(taus)), **figures}
+
+
+def _on(device: torch.device, rows: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+    """One row."""
+    return {key: values[i : i + 1].to(device) for key, values in rows.items()}
 
 
 def _saved(run: DrafterRun, figures: Figures, note: str, took: dict[str, float] | None, weights: str) -> Figures:

@@ -40,9 +40,9 @@ def mean(total: float, count: float) -> float:
     return total / count if count else NOTHING
 
 
-def shown(value: float, digits: int = 2) -> str:
-    """A figure as text, n/a where it is a mean over nothing."""
-    return f"{value:.{digits}f}" if math.isfinite(value) else "n/a"
+def shown(value: float | None, digits: int = 2) -> str:
+    """A figure as text, n/a where it is a mean over nothing, which JSON has as null."""
+    return f"{value:.{digits}f}" if value is not None and math.isfinite(value) else "n/a"
 
 
 def null_for_nan(value: Any) -> Any:
