@@ -129,7 +129,7 @@ def test_sparse_attention_trains_as_the_dense_mask_does(form, packed, monkeypatc
     drafter = drafter_of(target_of(torch.float32), **FORMS[form]).train()
     torch.manual_seed(0)
     tokens, anchors = torch.randint(0, 48, (2, 40)), torch.tensor([[3, 11, 20, 34], [1, 2, 25, 30]])
-    stacked = torch.randn(2, 40, 2 * drafter.target_head.in_features)
+    stacked = torch.randn(2, 40, 2 * drafter.head.in_features)
     documents = torch.arange(40).expand(2, -1) // 17 if packed else None
     found = []
     for sparse in (False, True):

@@ -704,6 +704,6 @@ def test_figures_of_nothing_are_shown(capsys):
     """JSON has null for them where a finished run is read again."""
     nothing = {"tau": {"16": None}, "top1": [], "decoded": None}
     figures = {"greedy": nothing, "sampled": {**nothing, "decoded": 1.5}, "loss": None, "seconds": 3.0}
-    assert training_table({"a": figures}).splitlines()[2].split() == "| a | n/a | n/a | - | - | - | - | 3 |".split()
+    assert "|a|n/a|n/a|-|-|-|-|3|" in training_table({"a": figures}).replace(" ", "")
     launch._acceptance(figures)
     assert "(nothing was accepted); expected acceptance length n/a at 16 nodes" in capsys.readouterr().out

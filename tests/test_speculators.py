@@ -15,8 +15,8 @@ from selfspec.checkpoints.formats import block, eagle3
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
+from selfspec.drafters.eagle3 import forecast
 from selfspec.drafters.parts.draft_layers import LayersCache
-from selfspec.drafters.parts.parallel import forecast
 
 dflash_core: Any = pytest.importorskip("speculators.models.dflash.core", reason="speculators is not installed")
 dspark_core: Any = pytest.importorskip("speculators.models.dspark.core", reason="speculators is not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -150,13 +151,11 @@ class KVCache:
                     alike = (part.shape[1], part.shape[3], part.dtype, part.device)
                     whole = self.engine.eager or part.device.type == "cpu"
                     groups.setdefault(alike if whole else (*alike, layer, which), []).append((layer, which))
-        entries, sizes = bucket(max(self.limit, self.capacity), self.smallest), dict[torch.device, int]()
+        entries, sizes = bucket(max(self.limit, self.capacity), self.smallest), Counter[torch.device]()
         for (heads, width, dtype, device, *_), group in groups.items():
-            size = len(group) * self.store_rows * heads * entries * width * dtype.itemsize
-            sizes[device] = sizes.get(device, 0) + size
-        for stages in self.states.values():
-            for device, size in stages[0].sizes().items():
-                sizes[device] = sizes.get(device, 0) + size
+            sizes[device] += len(group) * self.store_rows * heads * entries * width * dtype.itemsize
+        for state in (part for stages in self.states.values() for part in stages[0].states.values()):
+            sizes[state.device] += state.nbytes
         enough(sizes, self.rows, entries)
         for (heads, width, dtype, device, *_), group in groups.items():
             self.stores.append(zeros((len(group), self.store_rows, heads, self.capacity, width), dtype, device))

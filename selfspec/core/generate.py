@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,35 +58,33 @@ def autoregressive(
 ) -> Result:
     """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup. Drafter and
     nodes are ignored; the signature is that of `speculative`."""
-    check(target, prompts, options)
-    result = Result.of(len(prompts))
-    with_room(_to_the_end, _steps(target, prompts, options, None, 1, result))
-    return result
+    return speculative(target, prompts, options, None)
 
 
 @torch.inference_mode()
 def speculative(
-    target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Drafts, nodes: int = 16
+    target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Drafts | None, nodes: int = 16
 ) -> Result:
     """Draft a tree of at most `nodes` nodes, verify it in one pass, repeat: the tokens of `autoregressive` in fewer
     passes, whatever the drafter proposes."""
     result = Result.of(len(prompts))
-    with_room(_to_the_end, speculative_steps(target, prompts, options, drafter, nodes, result))
+    with_room(deque, speculative_steps(target, prompts, options, drafter, nodes, result), 0)
     return result
 
 
-def _to_the_end(steps: Iterator[Added]) -> None:
-    for _ in steps:
-        pass
-
-
 def speculative_steps(
-    target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Drafts, nodes: int, result: Result
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    drafter: Drafts | None,
+    nodes: int,
+    result: Result,
 ) -> Iterator[Added]:
     """`speculative`, one pass at a time; `result`, empty, is filled on the way. Bad arguments are refused before the
     first step."""
     check(target, prompts, options)
-    target.check_drafter(drafter)
+    if drafter is not None:
+        target.check_drafter(drafter)
     if not 1 <= integer("nodes", nodes) <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
     return _steps(target, prompts, options, drafter, nodes, result)

@@ -125,7 +125,7 @@ class BlockDrafter(Reduced):
         if config.draft_vocab is not None and target.lm_head.bias is not None:
             raise ValueError("drafter.draft_vocab: the target's lm_head has a bias; take drafter.draft_vocab=null")
         shape = layer_config(target, config.llama, target.vocab_size)
-        self.stack = FeatureStack(target, self.reads, shape, config.stack, dtype, config.sliding or ())
+        self.stack = FeatureStack(target, self.reads, shape, config.stack, config.sliding or ())
         self.corrections, hidden, rank = nn.ParameterList(), target.hidden_size, config.correction
         if rank:
             drafted = config.draft_vocab or target.vocab_size
@@ -140,12 +140,7 @@ class BlockDrafter(Reduced):
             self.confidence.extend([torch.zeros(n, device=target.device, dtype=dtype) for n in ((1, width), (1,))])
         self.prepare(True)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
-        self.target_head = view(target.lm_head)
-
-    @property
-    def head(self) -> nn.Linear:
-        """The target's lm_head."""
-        return self.target_head
+        self.head = view(target.lm_head)
 
     def prepare(self, mode: bool) -> None:
         """Weights of the correction and of the confidence head for decoding, in the target's dtype."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -26,22 +25,13 @@ _REST_PASSES = 16  # passes after which trained members are asked again
 _UNSHARED = 0.25  # the part of its probability a child keeps at first where another source proposes something else
 
 
-@dataclass
-class HybridConfig(DrafterConfig):
-    """members: the names of the drafters, for reports; a hybrid has no checkpoint of its own."""
-
-    members: list[str] = field(default_factory=list)
-
-
 class Hybrid(Drafter):
-    """Several drafters in one. What is trained of them stays as it was loaded."""
-
-    config: HybridConfig
+    """Several drafters in one, without a checkpoint of its own. What is trained of them stays as it was loaded."""
 
     def __init__(self, target: Target, members: dict[str, Drafter]) -> None:
         """members: at least one drafter of this target, by name. Raises ValueError for one whose trees must stay as it
         proposed them."""
-        super().__init__(HybridConfig(list(members)), {})
+        super().__init__(DrafterConfig(), {})
         for name, member in members.items():
             if isinstance(member, Hybrid) or not member.prunable:
                 raise ValueError(

@@ -136,10 +136,6 @@ class MtpLayer(FeatureLayer):
         pack(self, packed_proj=None if mode else for_decoding(self.proj.weight, self.tail.dtype))
         return self
 
-    @property
-    def head(self) -> nn.Linear:
-        return self.tail.head
-
     def fused(self, stacked: Tensor) -> Tensor:
         return normed(self._theirs[""], stacked) if self.config.fed == "post" else stacked
 

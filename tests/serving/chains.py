@@ -10,10 +10,10 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.block import BlockDrafter, forecast
 from selfspec.drafters.eagle3 import Eagle3
+from selfspec.drafters.eagle3 import forecast as forecast_of_masks
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts.block_stack import BlockCache
 from selfspec.drafters.parts.draft_layers import LayersCache, read
-from selfspec.drafters.parts.parallel import forecast as forecast_of_masks
 from selfspec.drafters.parts.unrolled import Unrolled
 
 

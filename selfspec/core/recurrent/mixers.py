@@ -120,13 +120,6 @@ class LayerState(NamedTuple):
         written = {n: part[:, :, :nodes] if isinstance(part, Tensor) else part.first(nodes) for n, part in parts}
         return LayerState(self.states, written)
 
-    def sizes(self) -> dict[torch.device, int]:
-        """Bytes of what is kept, by device."""
-        sizes: dict[torch.device, int] = {}
-        for part in self.states.values():
-            sizes[part.device] = sizes.get(part.device, 0) + part.numel() * part.element_size()
-        return sizes
-
 
 def _of(written: Tensor | Written) -> Tensor:
     return written if isinstance(written, Tensor) else written.keys

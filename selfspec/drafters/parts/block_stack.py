@@ -21,6 +21,7 @@ from selfspec.core.contract import Context
 from selfspec.core.pass_cache import KV, PassCache, pass_cache
 from selfspec.core.support import cache_name, view
 from selfspec.core.target import Target
+from selfspec.drafters.base import training_dtype
 from selfspec.drafters.parts.block_masks import ATTENTION, Mask
 from selfspec.drafters.parts.feature_cache import FeatureCache
 from selfspec.drafters.parts.feature_layer import FeatureReader
@@ -98,24 +99,13 @@ class FeatureStack(FeatureReader):
     ready: BlockStack | None
 
     def __init__(
-        self,
-        target: Target,
-        layers: Sequence[int],
-        config: LlamaConfig,
-        count: int,
-        dtype: torch.dtype,
-        sliding: Sequence[int] = (),
+        self, target: Target, layers: tuple[int, ...], config: LlamaConfig, count: int, sliding: Sequence[int]
     ) -> None:
         super().__init__()
-        self.layers, self.count, self.dtype, self.config, self.target = (
-            tuple(layers),
-            count,
-            target.dtype,
-            config,
-            target,
-        )
+        self.layers, self.count, self.dtype, self.config, self.target = layers, count, target.dtype, config, target
         self.last = (target.max_positions or 2**62) - 1
-        self.trained_stack = BlockStack(config, len(layers), count, sliding).to(target.device, dtype)
+        stack = BlockStack(config, len(layers), count, sliding)
+        self.trained_stack = stack.to(target.device, training_dtype(target.dtype))
         self.trained_stack.start_from(target)
         self.ready = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,9 +71,9 @@ class FeatureLayer(FeatureReader):
     after_norm: bool = False
 
     @property
-    @abstractmethod
     def head(self) -> nn.Linear:
         """What maps its output to logits: of all tokens, or of those it can draft."""
+        return cast(Tail, self.tail).head
 
     @abstractmethod
     def fused(self, stacked: Tensor) -> Tensor:
@@ -156,10 +156,6 @@ class LastLayer(FeatureLayer):
         pack(self, packed_fuse=None if mode else fuse, packed_mix=None if mode else mix)
         in_8_bits([] if mode else [fuse, mix])
         return self
-
-    @property
-    def head(self) -> nn.Linear:
-        return self.tail.head
 
     def fused(self, stacked: Tensor) -> Tensor:
         return F.linear(stacked, self.fuse.t().to(stacked.dtype) if self.packed_fuse is None else self.packed_fuse)

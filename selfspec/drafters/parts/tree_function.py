@@ -43,23 +43,15 @@ def drafted_by(
     shape = context.nodes, widths, min_prob, not drafter.prunable
     # A captured graph would not repeat what passes leave in layers with a state.
     whole = not (context.target.recurrent and context.roots.device.type == "cuda")
-    inputs = grower, drafter, engine.padded(context.roots), *shape, ranking, *padded
+    inputs = grower, drafter, engine.padded(context.roots), shape, ranking, *padded
     result = engine.run(_grown, *inputs, compiled=whole)
     return tuple(part[: len(context.roots)] for part in result)
 
 
 def _grown(
-    grower: Grower,
-    drafter: Trained,
-    roots: Tensor,
-    nodes: int,
-    widths: int | tuple[int, ...],
-    min_prob: float,
-    reserve: bool,
-    ranking: Ranking,
-    *given: Any,
+    grower: Grower, drafter: Trained, roots: Tensor, shape: tuple[Any, ...], ranking: Ranking, *given: Any
 ) -> tuple[Tensor, ...]:
-    return grower(drafter, Growth(roots, nodes, widths, min_prob, reserve), ranking, *given)
+    return grower(drafter, Growth(roots, *shape), ranking, *given)
 
 
 @lru_cache(maxsize=256)

@@ -116,7 +116,7 @@ class Unrolled(Reduced):
                 seen = seen & (documents[:, :, None] == documents[:, None]).repeat(1, 1, repeated + 1)
             masks = layer.tail.target.per_type(partial(self._mask, seen, far))
             entering = layer.entry(states, after)
-            out = layer.tail.text(entering, after, True, few is None, cache, masks, places)
+            out = layer.tail.text(entering, after, True, few is None, cache=cache, masks=masks, positions=places)
             logits = out.logits if few is None else F.linear(out.hidden.to(few.dtype), few)
             assert logits is not None
             result.append(logits)

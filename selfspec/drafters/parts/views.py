@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from selfspec.core.pass_cache import TextCache
 from selfspec.core.passes import Pass
 from selfspec.core.quantized import Int8Linear, in_8_bits, unquantized
 from selfspec.core.support import decoder_of, layer_stack, view
@@ -162,24 +161,11 @@ class Block(Adapted, ABC):
     def _ready(self) -> Target:
         """The model laid out for decoding, in `dtype`."""
 
-    def text(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        block: bool = True,
-        logits: bool = True,
-        cache: TextCache | None = None,
-        masks: Tensor | dict[str, Tensor] | None = None,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Pass:
+    def text(self, hidden: Tensor, tokens: Tensor, block: bool = True, logits: bool = True, **more: Any) -> Pass:
         """The layers on whole texts, reading `hidden` [B, S, ...]; tokens int64 [B, S]. The last one's output is among
-        the pass's features. Without `block` the final norm reads `hidden` itself. See `Target.text`."""
-        start = self.first if block else self.layer + 1
-        reads = (self.layer,) if block else ()
-        return self.target.text(
-            tokens, logits, (start, self.layer + 1), hidden, reads, cache, masks, positions, documents
-        )
+        the pass's features. Without `block` the final norm reads `hidden` itself. more: see `Target.text`."""
+        start, reads = (self.first, (self.layer,)) if block else (self.layer + 1, ())
+        return self.target.text(tokens, logits, (start, self.layer + 1), hidden, reads, **more)
 
 
 class Tail(Block):
