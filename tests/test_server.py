@@ -254,6 +254,23 @@ def test_answers_of_other_forms_are_failures(said, pair, fake, tmp_path, monkeyp
         assert len(data.answered()) == 6
 
 
+def test_an_interruption_loses_no_answer_that_was_on_its_way(pair, fake, tmp_path, monkeypatch):
+    real, calls = module.wait, iter(range(100))
+
+    def interrupted(*given: Any, **more: Any) -> Any:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return real(*given, **more)
+
+    monkeypatch.setattr(module, "wait", interrupted)
+    data = asking(pair, fake, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        data.write()
+    assert 3 <= len(data.answered()) < 6
+    asked = {body["seed"] for body in fake.asked}
+    assert len(data.answered()) == len(asked)
+
+
 def test_a_damaged_line_costs_its_answer_alone(pair, fake, tmp_path, capsys):
     data = asking(pair, fake, tmp_path)
     data.write()

@@ -387,21 +387,31 @@ def merged(turns: Sequence[tuple[list[int], list[int]]]) -> list[dict[str, list[
 def _at_once(
     run: Callable[[int, Any], Figures], questions: Iterator[tuple[int, Any]], most: int
 ) -> Iterator[tuple[int, Figures | Refused]]:
-    """Results of work on numbered questions, as they end, with so many of them at once and none queued behind."""
+    """Results of work on numbered questions, as they end, with so many of them at once and none queued behind. After an
+    interruption nothing more is begun; what runs ends first, unless it is interrupted again."""
     going = dict[Future[Figures], int]()
+    interrupted: KeyboardInterrupt | None = None
     with ThreadPoolExecutor(most) as pool:
         try:
-            while True:
-                for i, chat in islice(questions, most - len(going)):
-                    going[pool.submit(run, i, chat)] = i
-                if not going:
-                    return
-                ended, _ = wait(going, return_when=FIRST_COMPLETED)
+            while interrupted is None or going:
+                try:
+                    for i, chat in islice(questions, 0 if interrupted else most - len(going)):
+                        going[pool.submit(run, i, chat)] = i
+                    if not going:
+                        return
+                    ended, _ = wait(going, return_when=FIRST_COMPLETED)
+                except KeyboardInterrupt as again:
+                    if interrupted is not None:
+                        raise
+                    interrupted = again
+                    print(f"interrupted: {len(going)} running requests are waited for", file=sys.stderr)
+                    continue
                 for future in ended:
                     i, error = going.pop(future), future.exception()
                     if error is not None and not isinstance(error, Refused):
                         raise error
                     yield i, error if isinstance(error, Refused) else future.result()
+            raise interrupted
         finally:
             for future in going:
                 future.cancel()
