@@ -21,15 +21,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import selfspec.evaluation.plots
 from selfspec.checkpoints.drafter_folder import save_drafter
@@ -73,17 +65,19 @@ def refused(message: str, call: Callable[..., Any], *args: Any, error: Any = Val
         call(*args, **named)
 
 
+_SIZES = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+_SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
+_FULL = "full_attention"
+_OWN: dict[str, dict[str, object]] = {
+    "gpt2": {"n_embd": HIDDEN, "n_layer": 3, "n_head": 4, "n_positions": 256},
+    "qwen3": {**_SIZES, "head_dim": 8},
+    "gemma3_text": {**_SIZES, "head_dim": 8, "sliding_window": 6, "layer_types": [*["sliding_attention"] * 2, _FULL]},
+}
+
+
 def tiny_config(family: str, **changes: object) -> object:
-    shared = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
-    if family == "gpt2":
-        return GPT2Config(**{**shared, "n_embd": HIDDEN, "n_layer": 3, "n_head": 4, "n_positions": 256, **changes})
-    shared |= {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    shared |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
-    if family == "granite":
-        return GraniteConfig(**{**shared, **changes})
-    if family == "qwen3":
-        return Qwen3Config(**{**shared, "head_dim": 8, **changes})
-    return LlamaConfig(**{**shared, **changes})
+    ends = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
+    return AutoConfig.for_model(family, **{**ends, **_OWN.get(family, _SIZES), **changes})
 
 
 def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: object) -> PreTrainedModel:

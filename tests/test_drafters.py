@@ -298,7 +298,7 @@ def test_a_warm_start_goes_by_the_draft_vocabulary_that_it_takes_over(row, llama
 
 @pytest.mark.parametrize(
     ("row", "family"),
-    [(TABLE[name], "llama") for name in TRAINED] + [(TABLE[name], "gemma2") for name in TRAINED if name in WAYS],
+    [(TABLE[name], "llama") for name in TRAINED] + [(TABLE[name], "gemma3_text") for name in TRAINED if name in WAYS],
 )
 def test_documents_of_a_row_do_not_see_each_other(row, family, monkeypatch):
     """The loss of a packed row is that of its documents in rows of their own."""
