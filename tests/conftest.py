@@ -80,6 +80,12 @@ def tiny_config(family: str, **changes: object) -> object:
     return AutoConfig.for_model(family, **{**ends, **_OWN.get(family, _SIZES), **changes})
 
 
+def losses(run: Path) -> list[float]:
+    """Of a training's steps, as its log has them."""
+    lines = [json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()]
+    return [line["train"]["loss"] for line in lines if "train" in line]
+
+
 def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: object) -> PreTrainedModel:
     """Random weights, large enough that logits differ clearly."""
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -152,36 +153,27 @@ def run(
     return int(left.value.code or 0), capsys.readouterr().err
 
 
+CASES += [
+    ("", "complete --drafter runs/nothing x", "no drafter at 'runs/nothing'"),
+    ("", "complete --drafter heads --temperature -1 x", "--temperature: -1 must be 0"),
+    ("", "complete --drafter heads --nodes -4 x", "--nodes: -4 must be auto, or lie between"),
+    ("", "complete --drafter heads ''", "prompt 0 is empty"),
+    ("", "complete --drafter heads --top-p 3 x", "top_p=3.0"),
+    ("", "complete --drafter old x", "is of format 2"),
+]
+
+
 @pytest.mark.parametrize(("script", "arguments", "message"), CASES, ids=lambda x: str(x).replace("/", "|")[:60])
 def test_scripts(script, arguments, message, place, capsys, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    code, said = run(script, arguments.split(), capsys, monkeypatch)
-    lines = [line for line in said.splitlines() if line.startswith(Path(SCRIPTS[script]).name)]
+    code, said = run(script, shlex.split(arguments) if not script else arguments.split(), capsys, monkeypatch)
+    begins = Path(SCRIPTS[script]).name if script else ("selfspec: ", "selfspec complete: ")
+    lines = [line for line in said.splitlines() if line.startswith(begins)]
     assert (code, len(lines)) == (2, 1), said
     assert message in lines[0]
     assert "Traceback" not in said
     assert "HYDRA_FULL_ERROR" not in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["complete", "--drafter", "runs/nothing", "x"], "no drafter at 'runs/nothing'"),
-        (["complete", "--drafter", "heads", "--temperature", "-1", "x"], "--temperature: -1 must be 0"),
-        (["complete", "--drafter", "heads", "--nodes", "-4", "x"], "--nodes: -4 must be auto, or lie between"),
-        (["complete", "--drafter", "heads", ""], "prompt 0 is empty"),
-        (["complete", "--drafter", "heads", "--top-p", "3", "x"], "top_p=3.0"),
-        (["complete", "--drafter", "old", "x"], "is of format 2"),
-    ],
-)
-def test_the_command(arguments, message, place, capsys, monkeypatch):
-    monkeypatch.chdir(place)
-    code, said = run("", arguments, capsys, monkeypatch)
-    lines = [line for line in said.splitlines() if line.startswith(("selfspec: ", "selfspec complete: "))]
-    assert (code, len(lines)) == (2, 1), said
-    assert message in lines[0]
-    assert "Traceback" not in said
 
 
 AT_ONCE = "name=x target.name=tiny-target"  # of a training

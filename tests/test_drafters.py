@@ -270,30 +270,20 @@ def test_a_step_in_parts_and_processes_is_the_same_step(name):
 
 @of_rows(FEW)
 def test_a_draft_vocabulary_holds_from_when_it_is_chosen(row, llama, monkeypatch):
-    """Training begins right behind the choice; decoding and later steps go by the same rows of lm_head."""
+    """Training begins right behind the choice; decoding, later steps and a warm start go by the same rows."""
     for module in (selfspec.drafters.sequential, selfspec.drafters.parts.losses):
         monkeypatch.setattr(module, "random_rows", lambda batch, count: torch.ones(len(batch.tokens), count))
     torch.manual_seed(0)
-    drafter = row.build(llama)
+    drafter, begun = row.build(llama), row.build(llama)
     randomize(drafter)
     drafter.drafts_only(torch.randperm(VOCAB)[: len(drafter.vocabulary)])
     first, _ = DraftLoss(drafter, llama)(batch())
     drafter.eval()
     drafter.train()
-    assert float(DraftLoss(drafter, llama)(batch())[0]) == pytest.approx(float(first), rel=1e-6)
-
-
-@of_rows(FEW)
-def test_a_warm_start_goes_by_the_draft_vocabulary_that_it_takes_over(row, llama, monkeypatch):
-    for module in (selfspec.drafters.sequential, selfspec.drafters.parts.losses):
-        monkeypatch.setattr(module, "random_rows", lambda batch, count: torch.ones(len(batch.tokens), count))
-    source, begun = row.build(llama), row.build(llama)
-    source.drafts_only(torch.randperm(VOCAB)[: len(source.vocabulary)])
-    randomize(source)
-    warm_start(begun, source, "runs/first")
-    assert all(torch.equal(p, begun.trained()[name]) for name, p in source.trained().items())
-    losses = [float(DraftLoss(drafter, llama)(batch())[0]) for drafter in (begun, source)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    warm_start(begun, drafter, "runs/first")
+    assert all(torch.equal(p, begun.trained()[name]) for name, p in drafter.trained().items())
+    for one in (drafter, begun):
+        assert float(DraftLoss(one, llama)(batch())[0]) == pytest.approx(float(first), rel=1e-6)
 
 
 @pytest.mark.parametrize(

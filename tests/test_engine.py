@@ -182,6 +182,7 @@ def test_the_walk_is_verify(temperature):
     for seed in range(60):
         tree, logits = random_trees(seed)
         torch.testing.assert_close(ancestors(tree.parents), tree.mask)
+        assert tree.levels == int(tree.depth.max())
         noise = torch.rand(3, 32, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).log_()
 
         def picker(level: Tensor, rows: list[int], ahead: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -212,12 +213,6 @@ def test_the_largest_score_is_the_first_of_equal_ones():
     assert places.tolist() == [1, 3, 0]
     assert best[0] == 4
     assert not best[1:].isfinite().any()
-
-
-def test_levels_is_the_depth_of_the_deepest_node():
-    for seed in range(20):
-        tree, _ = random_trees(seed)
-        assert tree.levels == int(tree.depth.max())
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (16, 16), (17, 32)])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import compose_config, refused
+from conftest import compose_config, losses, refused
 from transformers import AutoModelForCausalLM
 
 import selfspec
@@ -90,8 +90,7 @@ def test_a_drafter_of_another_package(trained, source_root, tmp_path, package, m
     assert len(BIGRAM.splitlines()) <= 40
     meta = json.loads((trained / "drafter" / "drafter.json").read_text())
     assert (meta["kind"], meta["config"]) == ("ownpkg.mine.Bigram", {"rank": 8, "depth": 3})
-    losses = [json.loads(line) for line in (trained / "train.jsonl").read_text().splitlines()]
-    falling = [record["train"]["loss"] for record in losses if "train" in record]
+    falling = losses(trained)
     assert sum(falling[-5:]) < 0.9 * sum(falling[:5])
 
     with pytest.raises(Untrusted, match=r"'ownpkg\.mine\.Bigram' is code of the package 'ownpkg'; .*trust_code=True"):

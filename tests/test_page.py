@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -124,7 +125,8 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-def opened(chromium: Any, path: Path, width: int = 1200, scheme: str = "light") -> Any:
+@contextmanager
+def opened(chromium: Any, path: Path, width: int = 1200, scheme: str = "light") -> Iterator[Any]:
     """The page, with everything that it complains of or asks the network for in `said`."""
     tab = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
     said: list[str] = []
@@ -136,15 +138,15 @@ def opened(chromium: Any, path: Path, width: int = 1200, scheme: str = "light") 
     )
     tab.goto(path.as_uri())
     tab.said = said
-    return tab
+    yield tab
+    assert said == []
+    tab.context.close()
 
 
 @pytest.fixture
 def tab(chromium, page) -> Iterator[Any]:
-    tab = opened(chromium, page)
-    yield tab
-    assert tab.said == []
-    tab.context.close()
+    with opened(chromium, page) as tab:
+        yield tab
 
 
 # -- without a browser
@@ -328,13 +330,11 @@ def test_the_pages_numbers_are_ours(tab):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1600])
 def test_every_width_and_scheme(chromium, page, width, scheme):
-    tab = opened(chromium, page, width, scheme)
-    assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    dark = tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
-    assert dark == (scheme == "dark")
-    assert tab.locator("#predict-chart svg").count() == tab.locator("#compare-chart svg").count() == 1
-    assert tab.said == []
-    tab.context.close()
+    with opened(chromium, page, width, scheme) as tab:
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        dark = tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+        assert dark == (scheme == "dark")
+        assert tab.locator("#predict-chart svg").count() == tab.locator("#compare-chart svg").count() == 1
 
 
 def test_hostile_texts_are_text(tab):
@@ -543,19 +543,15 @@ def test_a_screen_reader_is_told_what_is_there(tab):
 
 def test_missing_parts_are_named_with_their_command(chromium, runs, tmp_path):
     write_page(page_data(PageConfig([str(runs / "l")])), tmp_path / "page.html")
-    tab = opened(chromium, tmp_path / "page.html")
-    for section, command in (("explain", "selfspec decode"), ("compare", "selfspec compare")):
-        assert command in tab.text_content(f"#{section} .missing")
-        assert not tab.is_visible(f"#{section} .body")
-    assert tab.is_visible("#predict-chart svg >> nth=0")
-    assert tab.said == []
-    tab.context.close()
+    with opened(chromium, tmp_path / "page.html") as tab:
+        for section, command in (("explain", "selfspec decode"), ("compare", "selfspec compare")):
+            assert command in tab.text_content(f"#{section} .missing")
+            assert not tab.is_visible(f"#{section} .body")
+        assert tab.is_visible("#predict-chart svg >> nth=0")
 
 
 def test_the_page_opens_at_once(chromium, tmp_path):
     write_page(page_data(PageConfig()), tmp_path / "page.html")
-    tab = opened(chromium, tmp_path / "page.html")
-    took = tab.evaluate("performance.getEntriesByType('navigation')[0].domComplete")
-    assert took < 10_000, f"{took} ms"  # what it takes is measured elsewhere; here, that nothing hangs
-    assert tab.said == []
-    tab.context.close()
+    with opened(chromium, tmp_path / "page.html") as tab:
+        took = tab.evaluate("performance.getEntriesByType('navigation')[0].domComplete")
+        assert took < 10_000, f"{took} ms"  # what it takes is measured elsewhere; here, that nothing hangs

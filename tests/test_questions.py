@@ -35,8 +35,6 @@ from selfspec.evaluation.points import answer_files, write_answers
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.pretrain import chat_tokenizer, train_tokenizer
 
-KINDS = [make.__name__ for makes in TASKS.values() for make in makes]
-
 
 @pytest.fixture(scope="session")
 def held_out() -> Pool:
@@ -82,11 +80,6 @@ def test_an_edit_is_right_where_nothing_else_changed():
             more = turn.answer.replace("\n```", "\n    extra()\n```")
             assert not turn.check(more), edit
             assert not turn.check(turn.answer.replace("\n```", "\nextra()\n```")), edit
-
-
-def test_there_are_ten_kinds_in_five_groups():
-    assert len(TASKS) == 5
-    assert len(set(KINDS)) == len(KINDS) >= 10
 
 
 def test_no_word_is_in_two_splits():

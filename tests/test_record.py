@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import compose_config
+from conftest import compose_config, losses
 
 import selfspec
 from selfspec.api import Spec
@@ -92,5 +92,4 @@ def losses_of(name: str, tmp_path: Path) -> list[float]:
     (tmp_path / "text" / "b.txt").write_bytes(text[-2300:])
     overrides = [f"name={name}", f"data.root={tmp_path / 'text'}", *SETTINGS.split(), *TRAINED[name]]
     run_training(compose_config("train", *overrides), tmp_path / "run")
-    records = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
-    return [record["train"]["loss"] for record in records if "train" in record]
+    return losses(tmp_path / "run")

@@ -98,15 +98,6 @@ def test_an_answer_that_was_cut_ends_its_conversation(pair, fake, tmp_path):
     assert json.loads((data.place / "card.json").read_text())["answers"] == {"length": 6}
 
 
-def test_without_token_ids_the_text_is_tokenized(pair, fake, tmp_path):
-    fake.ids, fake.said = False, {"content": "four words of answer"}
-    data = asking(pair, fake, tmp_path)
-    data.write()
-    train, _ = stored(data, pair[1], tmp_path / "texts")
-    assert "four words of answer" in pair[1].decode(train.document(0).tokens)
-    assert train.counted > 0
-
-
 def test_what_closes_a_cut_answer_does_not_count(pair, fake, tmp_path):
     fake.ids, fake.said, counted = False, {"content": "four words of answer"}, {}
     for fake.finish in ("stop", "length"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import compose_config, refused, save_tiny, typed, write_lines
+from conftest import compose_config, losses, refused, save_tiny, typed, write_lines
 from fake_server import FakeServer
 from families import build as build_family
 from safetensors.torch import load_file, save_file
@@ -179,11 +179,6 @@ def training(tmp_path: Path, folder: str, states: str | None, kind: str = "eagle
         *["data=jsonl", f"data.path={lines(tmp_path)}", "data.validation_share=0.3", *few.split(), *loop.split()],
         *["logger=none", *given, *more],
     )
-
-
-def losses(run: Path) -> list[float]:
-    records = [json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()]
-    return [record["train"]["loss"] for record in records if "train" in record]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
