@@ -114,6 +114,32 @@ def test_a_greeting_counts_from_its_words_on(system, special):
     assert counted(made, Chat.of({"messages": said}, "x")) == [["Hello!<|im_end|>", "So<|im_end|>"]]
 
 
+@pytest.mark.parametrize(
+    "last", [{"role": "assistant", "content": "", "reasoning_content": "x"}, {"role": "user", "content": "b"}]
+)
+def test_a_cut_answer_that_is_not_shown_costs_no_other(last, special, tmp_path):
+    text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    text += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    made = template(special, text, "<|im_end|>")
+    records = []
+    for question in ("a", "b"):
+        turns = [("user", question), ("assistant", "whole"), ("user", "and?")]
+        messages = [*({"role": role, "content": words} for role, words in turns), last]
+        records.append({"messages": messages, "finish": ["stop", "length"]})
+    data = JsonLines(path=write_lines(tmp_path / "d.jsonl", records), tokenizer=made.tokenizer, ends=made.ends)
+    (document, *_), _ = data.train(), data.validation()
+    assert [text for text, counts in document.spans if counts] == ["whole<|im_end|>"]
+
+
+def test_a_greeting_may_be_written_in_another_way(special):
+    """Qwen3 takes thoughts, and what stands before them, out of the words."""
+    text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
+    text += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    said = [{"role": "assistant", "content": "<think>hm</think>Hello"}, {"role": "user", "content": "Hi"}]
+    made = template(special, text, "<|im_end|>")
+    assert counted(made, Chat.of({"messages": said}, "x")) == [["Hello<|im_end|>"]]
+
+
 def test_turns_that_a_template_leaves_out_are_told(special, tmp_path, capsys):
     text = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     text += "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -83,6 +83,12 @@ def test_a_program_that_does_harm_ends_and_counts_as_wrong(program, monkeypatch)
     assert time.monotonic() - start < 10
 
 
+def test_a_program_is_judged_at_its_end_not_at_its_exit():
+    begun = time.perf_counter()
+    assert runs_through("import atexit, time\natexit.register(time.sleep, 60)")
+    assert time.perf_counter() - begun < execution.SECONDS / 2
+
+
 def test_what_a_program_prints_and_writes_is_gone(tmp_path, capfd):
     assert runs_through("open('here.txt', 'w').write('x')\nfor _ in range(10**5): print('gigabytes')")
     assert capfd.readouterr() == ("", "")

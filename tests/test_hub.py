@@ -139,7 +139,7 @@ def test_what_can_not_be_uploaded(heads_folder, tiny_folder, tmp_path):
         spec.push_to_hub("a/b", result(tmp_path / "other", Path("elsewhere")), dry_run=tmp_path / "a")
     results = result(tmp_path / "older", heads_folder)
     (results / "origin.json").write_text(json.dumps({f"files {heads_folder}": "0"}))
-    with pytest.raises(ValueError, match="was measured with other weights of"):
+    with pytest.raises(ValueError, match="was measured with another state of"):
         spec.push_to_hub("a/b", results, dry_run=tmp_path / "a")
     refused(r"no summary.json", spec.push_to_hub, "a/b", heads_folder, dry_run=tmp_path / "a", error=FileNotFoundError)
     with pytest.raises(ValueError, match="holds no figures"):

@@ -219,7 +219,13 @@ def test_texts_that_end_alike_are_told_apart_or_left_out(parts, tmp_path):
     folder = FromFolder(parts, (LAYERS - 1,), tmp_path, range(LAYERS + 1), 8)
     assert folder.of(texts[1][:8]).unique().tolist() == [1.0]
     refused("holds no states", folder.of, ends)
-    (tmp_path / "1.safetensors").unlink()
+    alike = torch.cat([ends, torch.arange(6)])  # the shortest text is the end of another
+    for name, text in (("3", alike), ("4", torch.cat([texts[1][:8], alike]))):
+        states = torch.ones(len(text), LAYERS + 1, parts.hidden_size)
+        save_file({"token_ids": text, "hidden_states": states}, tmp_path / f"{name}.safetensors")
+    assert len(FromFolder(parts, (LAYERS - 1,), tmp_path, range(LAYERS + 1), 8).of(texts[0][:8])) == 8
+    for name in ("1", "3", "4"):
+        (tmp_path / f"{name}.safetensors").unlink()
     assert len(FromFolder(parts, (LAYERS - 1,), tmp_path, range(LAYERS + 1), 8).of(ends)) == 2
 
 

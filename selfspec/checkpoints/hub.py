@@ -70,7 +70,9 @@ def measured(results: Sequence[Path], folder: Path, located: Callable[[str], Pat
             if not same:
                 others.append(f"{path} was measured with drafter={named!r}, not with {str(folder)!r}")
             elif origin.get(f"files {named}", now) != now:
-                others.append(f"{path} was measured with other weights of {named!r}: they were trained since")
+                others.append(
+                    f"{path} was measured with another state of {named!r}: its weights or its calibration have changed"
+                )
             else:
                 points.append(point)
     if others and not points:

@@ -51,7 +51,7 @@ def load_parts(
         tensor = None if found is None else shards.read(found)
         if config.tie_word_embeddings and parameter == f"{head}.weight":
             own = found is not None and beside.startswith(found.removesuffix(f"{head}.weight"))
-            if tensor is None or not own or torch.equal(tensor, loaded[f"{begins}.weight"]):
+            if tensor is None or not own or torch.equal(tensor, loaded.get(f"{begins}.weight", tensor)):
                 continue  # the embeddings serve; a head that differs stays one, as transformers leaves it
         if tensor is None or tensor.shape != empty.shape or not tensor.is_floating_point():
             missing.append(parameter)

@@ -229,10 +229,9 @@ def _check_data(data: DictConfig | None, place: str = "data") -> None:
 def _check_names(run: Any) -> None:
     """Raises ValueError for names that are empty, FileNotFoundError for a drafter or a target that is neither here nor
     on the hub, and for questions that are nowhere."""
-    train = getattr(run, "train", None)
     named = [("drafter", getattr(run, "drafter", None))]
-    if train is not None and not Path("runs", str(run.name), "state.pt").is_file():  # which holds its weights
-        named.append(("train.init_from", train.init_from))
+    if getattr(getattr(run, "train", None), "init_from", None) == "":  # others: a checkpoint may have the weights
+        named.append(("train.init_from", ""))
     named += [("compare.drafters", name) for name in getattr(getattr(run, "compare", None), "drafters", ())]
     for key, name in named:
         if name == "":

@@ -64,7 +64,8 @@ class ChatTemplate:
 
     def unseen(self, chat: Chat, documents: Sequence[Document], place: str) -> list[str]:
         """Turns of others than the assistant that the template does not show, such as those of a role unknown to it."""
-        shown, found = "\n".join(document.text for document in documents), list[str]()
+        shown = "\n".join([self.text(chat, place, False), *(document.text for document in documents)])
+        found = list[str]()
         for i, turn in enumerate(chat.messages if documents else ()):
             words = re.findall(r"\w+", turn["content"])
             if turn["role"] != "assistant" and words and max(words, key=len) not in shown:
@@ -112,7 +113,7 @@ class ChatTemplate:
             if i:
                 opening = self.text(chat.until(i), place, True)
             else:  # nothing asks for it, so that a template has no prompt; it begins where its words do
-                marked = self.text(chat.until(0, {**turn, "content": _MARK + turn["content"]}), place, False)
+                marked = self.text(chat.until(0, {"role": "assistant", "content": _MARK}), place, False)
                 opening = text[: _same(text, marked)]
         except ValueError as error:
             raise ValueError(f"the chat template refuses what stands up to it ({error.__cause__ or error})") from error

@@ -155,8 +155,11 @@ class Records(ABC):
             broken.why = broken.why or next(iter(left), "")
             broken.unseen += len(unseen := self.template.unseen(chat, documents, place))
             broken.which = broken.which or next(iter(unseen), "")
-            if documents and _is_cut(record.get("finish")):
-                documents[-1] = Document(place, _open_ended(documents[-1].spans, chat.messages[-1]))
+            last = len(chat.messages) - 1
+            lost = [why for why in left if why.startswith(f"{place}, turn {last + 1}:")]
+            if documents and chat.answers[-1:] == [last] and not lost and _is_cut(record.get("finish")):
+                spans = _open_ended(documents.pop().spans, chat.messages[last])
+                documents += [Document(place, spans)] if any(counts for _, counts in spans) else []
         for document in documents:
             _encodable(document.text, place)
         return documents

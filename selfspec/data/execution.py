@@ -11,6 +11,7 @@ import ast
 import os
 import re
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -162,15 +163,18 @@ def runs_through(program: str) -> bool:
         )
         os.close(write)
         try:
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(f"{token}\n{program}".encode(errors="replace"), SECONDS)
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended
+                process.stdin.write(f"{token}\n{program}".encode(errors="replace"))
+                process.stdin.close()
+            # Not until it exits, which it may do late; what it started may hold the other end
+            said = os.read(read, 64) if select.select([read], [], [], SECONDS)[0] else b""
+            return said == f"{token}\n".encode()
         finally:
             with suppress(ProcessLookupError, PermissionError):  # it has ended, as macOS says it
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    os.set_blocking(read, False)  # a process that it started may hold the other end
-    with open(read, "rb", buffering=0) as pipe:
-        return pipe.read(64) == f"{token}\n".encode()
+            os.close(read)
 
 
 def is_problem(record: dict[str, Any]) -> bool:

@@ -310,7 +310,8 @@ def _stage(
             mean = float((nats * counts).sum() / counts.sum())
             figures[f"{name}nats_per_token"] = mean
             if not name:
-                figures["bits_per_byte"] = mean / math.log(2) * packed.corpus.counted / packed.corpus.n_bytes
+                predicted = len(packed.corpus.tokens) - len(packed.corpus.is_chat)  # not where documents begin
+                figures["bits_per_byte"] = mean / math.log(2) * predicted / packed.corpus.n_bytes
         return figures
 
     keys = [packed.corpus.key for packed in (batches, *validated.values())]

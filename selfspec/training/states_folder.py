@@ -53,7 +53,6 @@ class FromFolder(States):
             if ids is None:
                 self.unread.append(path)
                 continue
-            self.first = ids if not len(self.first) or len(ids) < len(self.first) else self.first
             for start in range(0, len(ids), length):  # the last piece of a text that was recorded cut, too
                 key, before = key_of(ids[start : start + length]), key_of(ids[:start])
                 if behind.setdefault(key, before) != before:  # two texts end alike: which one is meant is not known
@@ -62,11 +61,16 @@ class FromFolder(States):
         self.places = {key: place for key, place in self.places.items() if behind[key]}
         if not self.places:
             odd = f"; {len(self.unread)} files are being written, or are none of states" if self.unread else ""
+            odd += f"; the {len(behind)} pieces of {length} tokens stand behind different texts" if behind else ""
             raise ValueError(
-                f"train.states={folder}: no file here holds token_ids and hidden_states{odd}; have them written by the "
-                "server of selfspec serve-target"
+                f"train.states={folder}: no file here holds token_ids and hidden_states that tell which text they are "
+                f"of{odd}; have them written by the server of selfspec serve-target"
             )
-        self.of(self.first[:length])
+        path, start = min(self.places.values(), key=lambda place: place[0].stat().st_size)
+        ids = _ids_of(path)
+        assert ids is not None
+        self.first = ids[start : start + length]
+        self.of(self.first)
 
     def _read_kept(self, dtype: str, length: int) -> None:
         """The rows that train.cache=disk has kept. Raises ValueError where none is whole."""
