@@ -83,6 +83,13 @@ def test_a_program_that_does_harm_ends_and_counts_as_wrong(program, monkeypatch)
     assert time.monotonic() - start < 10
 
 
+def test_a_body_that_goes_on_with_the_prompt_may_have_a_fence_behind_it():
+    solves = Solves("def two():\n", "two", "def check(candidate):\n    assert candidate() == 2\n")
+    for behind in ("", "```\n", "\n```\n\nSo:\n\n```python\nprint(two())\n```\n"):
+        assert solves(f"    return 2\n{behind}")
+    assert not solves("    return 3\n```\n")
+
+
 def test_a_program_is_judged_at_its_end_not_at_its_exit():
     begun = time.perf_counter()
     assert runs_through("import atexit, time\natexit.register(time.sleep, 60)")

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ from selfspec.data.packing import Packed, openings
 from selfspec.data.questions import Answering, Asking, Question, _read, read_questions
 from selfspec.data.store import Corpus, joined, tokenize
 from selfspec.data.tasks import EDITS, TASKS, Pool, pool
-from selfspec.data.tasks.base import SPLITS, code_of
+from selfspec.data.tasks.base import SPLITS, code_of, concludes
+from selfspec.data.tasks.short import look_up
 from selfspec.evaluation.arms import Prompt, prompts_of
 from selfspec.evaluation.decode import DEFINITIONS, DecodeConfig, defined, run_benchmark, summarize
 from selfspec.evaluation.points import answer_files, write_answers
@@ -485,3 +487,55 @@ def test_an_echo_is_no_answer(held_out):
     for instruction in instructions(held_out, ["convert", "reason"], 60, 3):
         for turn in instruction.turns:
             assert not turn.check(turn.question)
+
+
+@pytest.mark.parametrize(
+    ("record", "system", "turns"),
+    [
+        ({"turns": ["a", "b"], "system": "Be brief."}, "Be brief.", ("a", "b")),
+        ({"prompt": "a", "system_prompt": "Be brief."}, "Be brief.", ("a",)),
+        ({"instruction": "Translate:", "input": "Hello"}, None, ("Translate:\n\nHello",)),
+        ({"instruction": "Translate:", "input": ""}, None, ("Translate:",)),
+        ({"question": "Who?", "context": "It was Ann."}, None, ("It was Ann.\n\nWho?",)),
+        (
+            {"messages": [{"role": r, "content": r[0]} for r in ("system", "developer", "user", "assistant", "user")]},
+            "s\n\nd",
+            ("u", "u"),
+        ),
+    ],
+)
+def test_nothing_of_a_question_is_left_out(record, system, turns, tmp_path):
+    path = write_lines(tmp_path / "q.jsonl", [record])
+    (question,) = _read(Path(path))
+    assert (question.system, question.turns) == (system, turns)
+
+
+def test_a_turn_that_can_not_be_asked_is_named(tmp_path):
+    roles = ("user", "tool", "user")
+    path = write_lines(tmp_path / "q.jsonl", [{"messages": [{"role": role, "content": "a"} for role in roles]}])
+    refused("a turn of the role 'tool' between questions can not be asked", _read, Path(path))
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [("The sum is 47.", True), ("It is -47.", False), ("3.47", False), ("It is 47/7.", False), ("47.50", False)],
+)
+def test_a_number_is_compared_whole(answer, right):
+    assert concludes(47)(answer) == right
+
+
+def test_a_list_that_is_given_back_is_no_answer(held_out):
+    for turn in (look_up(held_out, Random(seed))[0] for seed in range(40)):
+        listed = turn.question.partition(":\n")[2].rpartition("\n")[0]
+        assert turn.check(turn.answer)
+        assert not turn.check(listed)
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [("<think>```\n1\n```</think>2", True), ("<think>2", False), ("<think>2</think>1", False), ("2", True)],
+)
+def test_what_is_only_thought_is_no_answer(said, right, tokenizer, monkeypatch):
+    prompt = Prompt([0], check=lambda answer: answer.strip() == "2", turn_text="q")
+    monkeypatch.setattr("selfspec.evaluation.arms.text_of", lambda tokenizer, ids: said)
+    assert prompt.right(tokenizer, [1]) == right

@@ -20,7 +20,7 @@ from selfspec.cli.evaluation_runs import asked
 from selfspec.cli.origin import check_origin, origin
 from selfspec.cli.run_folders import run_folder, typed
 from selfspec.cli.training_runs import tokenizer_of
-from selfspec.data.questions import SETS, Answering
+from selfspec.data.questions import SETS, Answering, groups_of
 from selfspec.engine.choose import chosen
 from selfspec.evaluation.arms import Prompt
 from selfspec.evaluation.compare import (
@@ -43,8 +43,8 @@ def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Promp
     prompts: list[Prompt] = []
     for name, count in zip(config.questions, config.counts, strict=True):
         groups = config.groups
-        if groups is not None and name in SETS:
-            groups = [group for group in groups if group in SETS[name]]
+        if groups is not None:
+            groups = [group for group in groups if group in groups_of(name)] or (None if name not in SETS else [])
         if groups != []:
             asked_so = name, groups, count, config.prompt_tokens, True, config.max_new_tokens
             asking = Answering(*asked_so, allow_code_execution=config.allow_code_execution)

@@ -29,6 +29,7 @@ _FIELDS = ("task_id", "prompt", "entry_point", "test")
 _BEGINS = re.compile(r"^(?:import|from|def|async def|class|@)\b", re.MULTILINE)  # the first line of a program
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 _ENDS = re.compile(r"\n(?=[^\s#)\]}@])")  # a line that begins another statement behind a function's body
+_FENCES = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
 _TRIED = 8  # ends of a block, beginnings of a program and lines behind it that are tried
 _HELPERS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What begins processes, ends those of others, or takes files away
@@ -86,6 +87,8 @@ class Solves:
         up to where the function's body ends."""
         defines = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(self.entry_point)}\b", re.MULTILINE)
         answer = answer.rpartition("</think>")[2]  # what it only thought of is no answer
+        if re.match(r"\n*(  |\t)\s*[^\s`~]", answer):  # goes on with the body; fences behind it show something else
+            return self.prompt + "\n" + _ENDS.split(_FENCES.split(answer, maxsplit=1)[0], maxsplit=1)[0]
         blocks = fenced_blocks(answer)
         before = list[str]()
         for block in blocks:
@@ -93,8 +96,7 @@ class Solves:
             if defines.search(code):
                 return "\n".join([*before, code if _is_program(code) else _code_of(code)])  # cut off, perhaps
             before += [code] if _helps(code) else []
-        continues = not blocks and answer.lstrip("\n")[:1] in (" ", "\t")
-        if not continues and defines.search(answer):
+        if defines.search(answer):
             return _code_of(answer)
         return self.prompt + "\n" + _ENDS.split(blocks[0] if blocks else answer, maxsplit=1)[0]
 

@@ -94,6 +94,14 @@ class Question:
         return ChatTemplate(tokenizer).opening(Chat(messages, self.beside), self.id)
 
 
+def groups_of(name: str) -> tuple[str, ...]:
+    """The groups that a set or a file has."""
+    place = file_of(name)
+    return SETS.get(name) or tuple(
+        dict.fromkeys(question.group for question in ([] if place is None else _read(place)))
+    )
+
+
 def read_questions(
     asking: Asking, tokenizer: Tokenizer, documents: Callable[[], list[Document]], each: bool = False
 ) -> list[Question]:
@@ -279,16 +287,25 @@ def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any], d
     turns = record.get("turns")
     if turns is not None and not isinstance(turns, list):
         raise ValueError(f"{place}: turns must be a list of texts, not {turns!r:.80}")
-    if isinstance(turns, list) and turns:
-        return None, turns, Chat.of({**record, "messages": []}, place).beside
-    if isinstance(record.get("messages", record.get("conversations")), list):
-        chat = Chat.of(record, place)
-        by_role = {role: [m["content"] for m in chat.messages if m["role"] == role] for role in ("system", "user")}
-        if by_role["user"]:
-            return (by_role["system"][0] if by_role["system"] else None), by_role["user"], chat.beside
+    if "system" not in record and isinstance(said := record.get("system_prompt"), str):
+        record = {**record, "system": said}
+    given = isinstance(record.get("messages", record.get("conversations")), list) and not turns
+    chat = Chat.of(record if given else {**record, "messages": [{"role": "user", "content": ""}]}, place)
+    roles = ["system" if m["role"] == "developer" else m["role"] for m in chat.messages]
+    count = next((i for i, role in enumerate(roles) if role != "system"), len(roles))  # what stands before all turns
+    system = "\n\n".join(str(m["content"]) for m in chat.messages[:count]) or None
+    if turns:
+        return system, turns, chat.beside
+    if given and "user" in roles:
+        if odd := sorted({*roles[count:]} - {"user", "assistant"}):
+            raise ValueError(f"{place}: a turn of the role {odd[0]!r} between questions can not be asked; leave it out")
+        asked = zip(roles, chat.messages, strict=True)
+        return system, [m["content"] for role, m in asked if role == "user"], chat.beside
     for key in _TEXT_KEYS:
-        if isinstance(record.get(key), str):
-            return None, [record[key]], Chat.of({**record, "messages": []}, place).beside
+        if isinstance(text := record.get(key), str):
+            before, behind = (record.get(name) for name in ("context", "input"))
+            parts = [part for part in (before, text, behind) if isinstance(part, str) and part.strip()]
+            return system, ["\n\n".join(parts) or text], chat.beside
     raise ValueError(
         f"{place}: asks nothing; expected `turns`, `messages` or one of {', '.join(_TEXT_KEYS)}, found {sorted(record)}"
     )

@@ -52,7 +52,8 @@ class Prompt:
         if self.turn_text is None:  # it continues a text; alone, some tokenizers drop the space that it begins with
             before, whole = (text_of(tokenizer, ids) for ids in (self.ids, self.ids + answer))
             said = whole[len(before) :] if whole.startswith(before) else said
-        return self.check(said)
+        _, ended, rest = said.rpartition("</think>")  # what it only thought of is no answer
+        return self.check(rest if ended else "" if said.lstrip().startswith("<think>") else said)
 
 
 def prompts_of(

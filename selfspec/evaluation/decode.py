@@ -231,7 +231,7 @@ def _speculative(rows: list[Record]) -> Figures:
 
 def defined(name: str, records: Sequence[Record], accuracy: list[float]) -> Figures:
     """Figures of a speculative arm by one of DEFINITIONS. accuracy: how often the drafter's first choice at each depth
-    is right, along known text (empty where that was not measured).
+    is right behind drafts that were right, by its calibration (empty where that was not measured).
 
     vllm: its counters, one token and those accepted per draft, and the share of drafts accepted up to each position.
     spec_bench: evaluation/speed.py, the mean over the tokens of all steps. specforge: its simulated length, one token

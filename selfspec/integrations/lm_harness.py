@@ -129,9 +129,10 @@ def _read(place: Path) -> tuple[Figures, dict[str, list[str]]]:
     stamp = files[-1].stem.removeprefix("results_")
     for path in samples:
         if path.stem.endswith(stamp):
-            rows = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["doc_id"])
+            with path.open(encoding="utf-8") as file:  # once for each of a task's filters
+                rows = {row["doc_id"]: row for row in map(json.loads, file)}
             task = path.stem.removeprefix("samples_").removesuffix(f"_{stamp}")
-            answers[task] = [text for row in rows for part in row["resps"] for text in part]
+            answers[task] = [text for _, row in sorted(rows.items()) for part in row["resps"] for text in part]
     return counted, answers
 
 

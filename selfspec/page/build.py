@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,14 +228,16 @@ def acceptance_tables(traces: Sequence[Trace]) -> list[Figures]:
     counted in the nodes that walks came to: how often the child of that rank (in the tree's order) was the pick. A walk
     that comes to a node without children counts only at the root: further down the budget may have ended there.
     masks: mask rows in a pass for each node, where there are any. A drafter that drafted nothing has no table."""
-    kinds: dict[tuple[str, str, float, str], list[Trace]] = {}
+    kinds: dict[tuple[str, str, float, str, str], list[Trace]] = {}
+    names = Counter(_last(name) for name in {trace.header["drafter"] for trace in traces})
     for trace in traces:
-        header = trace.header
+        header, name = trace.header, trace.header["drafter"]
+        name = _last(name) if names[_last(name)] == 1 else name  # several runs may be called alike
+        how = str([header.get(key) for key in ("nodes", "top_k", "top_p", "min_p", "dtype")])
         for group in dict.fromkeys(("all", str(header.get("group", "all")))):
-            kind = _target(header["target"]), _last(header["drafter"]), header["temperature"], group
-            kinds.setdefault(kind, []).append(trace)
+            kinds.setdefault((_target(header["target"]), name, header["temperature"], group, how), []).append(trace)
     tables = []
-    for (target, drafter, temperature, group), traces_of in kinds.items():
+    for (target, drafter, temperature, group, _), traces_of in kinds.items():
         visits = [0] * _DEPTHS
         right = [[0] * _RANKS for _ in range(_DEPTHS)]
         passes = tokens = 0

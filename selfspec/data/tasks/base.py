@@ -146,7 +146,7 @@ def parsed(parse: Callable[[str], object], value: object) -> Callable[[str], boo
     def check(answer: str) -> bool:
         try:
             return json.dumps(parse(code_of(answer)), sort_keys=True) == json.dumps(value, sort_keys=True)
-        except (ValueError, TypeError, KeyError, RecursionError, MemoryError):
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError):
             return False
 
     return check
@@ -180,7 +180,7 @@ def concludes(*values: object, asked: str = "") -> Callable[[str], bool]:
 
     def check(answer: str) -> bool:
         line = (answer.strip().splitlines() or [""])[-1]
-        last = re.findall(r"\w+", line)
+        last = re.findall(r"-?\d(?:[\d.,/]*\d)?|\w+", line)  # 47, and not of -47, 3.47 or 47/7
         return (
             line.strip() not in asked.splitlines()
             and {str(value) for value in values} <= set(last)

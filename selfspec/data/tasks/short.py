@@ -150,7 +150,7 @@ def look_up(pool: Pool, rng: Random) -> list[Turn]:
         if not turns:
             ask = f"Here is a list of each {what}:\n{listed}\n{ask}"
         answer = f"The {what} of {names[i]} is {values[i]}."
-        turns.append(Turn(ask, answer, concludes(values[i])))
+        turns.append(Turn(ask, answer, concludes(values[i], asked=listed)))
     return turns
 
 
@@ -274,7 +274,7 @@ def records(pool: Pool, rng: Random) -> list[Turn]:
     def check(answer: str) -> bool:
         try:
             found = [json.loads(line) for line in code_of(answer).splitlines()]
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         return len(found) == many and all(
             isinstance(row, dict)
