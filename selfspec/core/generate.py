@@ -136,7 +136,7 @@ def _steps(
                     left = [paths[i] for i in going]
                     session.observe(Accepted(out.hidden, out.features, going, left, out.logits, kept))
             spans = [("draft", start, drafted), ("target", drafted, passed), ("other", passed, moment(device))]
-            stats.calls, stats.nodes = stats.calls + 1, stats.nodes + tree.tokens.shape[1]
+            stats.ran(tree.tokens.shape[1], tree.plain or tree.tokens.shape[1], len(paths))
             if options.watch is not None:
                 rows.watched(before, tree, paths, tokens, [elapsed(first, last) for _, first, last in spans])
             if isinstance(start, float):  # nothing to wait for

@@ -42,9 +42,9 @@ class Stats:
     nodes: of the trees, root included, summed over calls; tokens: those returned, after cutting at EOS and at
     max_new_tokens; compiled: functions that a compiled engine had to compile, or read from disk, on the way, and
     passes that ran before theirs were; accepted: passes in which depth d + 1 was accepted; rejected: tokens drafted
-    before the first accepted one; lengths: tokens of each pass, row by row;
-    seconds_...: of the parts of a call; on a GPU those of a pass are added when the next one was read;
-    exact: whether the tokens are those of plain decoding "by construction", "in every test" or "up to rounding" (see
+    before the first accepted one; drafts: passes, counted as `passes` are, whose trees were more than a root; lengths:
+    tokens of each pass, row by row; seconds_...: of the parts of a call; on a GPU those of a pass are added when the
+    next one was read; exact: whether the tokens are those of plain decoding "by construction", "in every test" or "up to rounding" (see
     `Target.exact`).
     """
 
@@ -54,6 +54,7 @@ class Stats:
     tokens: int = 0
     compiled: int = 0
     rejected: int = 0
+    drafts: int = 0
     accepted: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     exact: str = ROUNDED
@@ -106,6 +107,11 @@ class Stats:
         while spans:
             part, first, last = spans.pop()
             setattr(self, f"seconds_{part}", getattr(self, f"seconds_{part}") + elapsed(first, last))
+
+    def ran(self, nodes: int, drafted: int, rows: int) -> None:
+        """A pass of so many rows over trees of so many nodes, of which `drafted`, the root included, are no slots."""
+        self.calls, self.nodes = self.calls + 1, self.nodes + nodes
+        self.drafts += rows if drafted > 1 else 0
 
     def count(self, drafted: int, tokens: int) -> None:
         """One row's pass that emitted `tokens` tokens, `drafted` of them from the tree."""

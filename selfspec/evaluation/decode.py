@@ -233,14 +233,16 @@ def defined(name: str, records: Sequence[Record], accuracy: list[float]) -> Figu
     """Figures of a speculative arm by one of DEFINITIONS. accuracy: how often the drafter's first choice at each depth
     is right behind drafts that were right, by its calibration (empty where that was not measured).
 
-    vllm: its counters, one token and those accepted per draft, and the share of drafts accepted up to each position.
+    vllm: its counters, one token and those accepted per draft (passes in which nothing was drafted do not count), and
+    the share of drafts accepted up to each position.
     spec_bench: evaluation/speed.py, the mean over the tokens of all steps. specforge: its simulated length, one token
     and the running products of the accuracy. modelopt: specdec_bench, the mean over requests of tokens per pass.
     """
     stats = [record.stats for record in records]
     pooled = total(stats)
     if name == "vllm":
-        rates = pooled.accepted_per_depth
+        drafts = pooled.drafts or pooled.passes  # of records that an older version wrote: all passes
+        rates = [mean(count, drafts) for count in pooled.accepted]
         return {"mean_acceptance_length": 1 + sum(rates), "per_position": rates}
     if name == "spec_bench":
         return {"mean_accepted_tokens": mean(sum(pooled.lengths), len(pooled.lengths))}
