@@ -430,6 +430,37 @@ def test_what_can_not_be_compiled_runs_as_it_is_and_says_so(capsys):
     assert reason
 
 
+def test_code_is_told_apart_by_what_its_modules_run(monkeypatch):
+    """A class may run another function than its source says; attributes of any kind take part."""
+    model = tiny_model()
+    before, mlp = structure(model), model.model.layers[0].mlp
+    for held in (None, torch.relu, torch.neg, lambda x: x + 1, lambda x: x + 2, {"a": 1}, {"a": 2}, torch.ones(2)):
+        mlp.held = held
+        assert structure(model) != before
+        before = structure(model)
+    before = structure(model)
+    monkeypatch.setattr(type(mlp), "forward", lambda self, x: self.down_proj(x))
+    assert structure(model) != before
+
+
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_what_follows_its_user_is_not_compiled(how, capsys):
+    """A hook may do another thing in every call, and compiled code would repeat the first."""
+    model, calls = tiny_model(num_hidden_layers=2), list[int]()
+    target, mlp = buffered(model, "inductor"), model.model.layers[0].mlp
+    if how == "hook":
+        mlp.register_forward_hook(lambda *_: calls.append(1))
+    else:
+        stock = mlp.forward
+        mlp.forward = lambda x: calls.append(1) or stock(x)
+    autoregressive(target, PROMPTS[:1], Options(6))
+    calls.clear()
+    autoregressive(target, PROMPTS[:1], Options(6))
+    assert len(calls) == 7  # the prompt's pass too
+    assert "LlamaMLP has a hook or a forward of its own" in capsys.readouterr().err
+    assert not target.engine.row_invariant("tree_pass_alone")
+
+
 def test_structure_tells_modules_apart():
     a, b = tiny_model(), tiny_model()
     assert structure(a) == structure(b)

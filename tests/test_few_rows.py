@@ -37,7 +37,7 @@ def rewritten(*given: Tensor) -> tuple[Tensor, int]:
     return found, len(left)
 
 
-@pytest.mark.parametrize("outputs", [1, 80, 83])
+@pytest.mark.parametrize("outputs", [2, 80, 83])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_kernel_gives_the_products(outputs, bias):
     torch.manual_seed(0)
@@ -50,6 +50,25 @@ def test_the_kernel_gives_the_products(outputs, bias):
         assert found.shape == (rows, outputs)
         exact = F.linear(x.double(), weight.double(), *(part.double() for part in more))
         torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)  # rounded once
+
+
+def test_one_output_is_left_to_the_library_and_said():
+    """Of one row inductor makes a sum before this pass sees it, which no kernel's product is like."""
+    assert [rewritten(torch.randn(rows, 96).bfloat16(), torch.randn(1, 96).bfloat16())[1] for rows in (2, 8)] == [1, 1]
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+@pytest.mark.slow
+def test_norms_of_one_row_are_those_of_many():
+    """Else inductor sums a row up in one way alone and in another beside others."""
+    engine, x = Engine("inductor", quiet=True), torch.randn(960, 512).bfloat16()
+    with torch.inference_mode():
+        alone = torch.cat([engine.run(norm, row[None]) for row in x])
+        assert alone.equal(torch.cat([engine.run(norm, rows) for rows in x.split(8)]))
+    assert not engine.failed
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it():

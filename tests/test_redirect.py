@@ -142,3 +142,26 @@ def test_a_part_with_a_storage_of_its_own_is_the_same_memory():
     part += 1
     assert whole.tolist() == [[0] * 4, [1] * 4, [0] * 4]
     assert part.untyped_storage().nbytes() == 16
+
+
+@pytest.mark.parametrize(
+    ("operation", "given", "varies"),
+    [
+        (torch.rsqrt, torch.bfloat16, True),
+        (torch.rsqrt, torch.float32, False),
+        (torch.sigmoid, torch.float32, True),
+        (torch.sigmoid, torch.bfloat16, False),
+        (lambda x: x.pow(2), torch.bfloat16, False),
+        (lambda x: x**-0.5, torch.bfloat16, True),
+        (lambda x: torch.linalg.matmul(x, x), torch.bfloat16, True),
+        (lambda x: torch.ops.aten.mm.default(x, x), torch.bfloat16, True),
+        (lambda x: x.clone().addmm_(x, x), torch.bfloat16, True),
+    ],
+)
+def test_operations_that_vary_are_named(operation, given, varies):
+    """By vectors that are full or not, whatever was met before, and by any of their names."""
+    x = torch.ones(4, 4)
+    with Redirected() as seen:
+        operation(x.to(torch.float64))
+        operation(x.to(given))
+    assert bool(seen.varying) == varies

@@ -44,8 +44,8 @@ class Stats:
     passes that ran before theirs were; accepted: passes in which depth d + 1 was accepted; rejected: tokens drafted
     before the first accepted one; drafts: passes, counted as `passes` are, whose trees were more than a root; lengths:
     tokens of each pass, row by row; seconds_...: of the parts of a call; on a GPU those of a pass are added when the
-    next one was read; exact: whether the tokens are those of plain decoding "by construction", "in every test" or "up to rounding" (see
-    `Target.exact`).
+    next one was read; exact: whether the tokens are those of plain decoding "by construction", "in every test" or "up
+    to rounding" (see `Target.exact`).
     """
 
     passes: int = 0

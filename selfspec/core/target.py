@@ -138,7 +138,8 @@ class Target:
     def exact_between(self) -> str:
         """The same of a text of which some passes ran before they were compiled: compiled ones have other bits."""
         rounded = not {"highest", "ieee", "none"}.issuperset(float32_products())  # to TF32 or bfloat16
-        return TESTED if self.dtype.itemsize >= 4 and not (rounded and self.dtype == torch.float32) else ROUNDED
+        narrow = min(p.dtype.itemsize for p in self.model.parameters() if p.is_floating_point())
+        return TESTED if narrow >= 4 and not (rounded and narrow == 4) else ROUNDED
 
     @property
     def exactness(self) -> str:

@@ -22,7 +22,7 @@ from selfspec.engine.capture import Captured, devices_of, mapped, modules_in
 from selfspec.engine.kernels.fastest import measured
 from selfspec.engine.kernels.redirect import redirected
 from selfspec.engine.kernels.weights import freeze, laid_out_bytes
-from selfspec.engine.keys import bucket, file_name, holds, key
+from selfspec.engine.keys import bucket, file_name, follows_its_caller, holds, key
 from selfspec.engine.layers import compiled_once
 
 _SLOW = 5.0  # Seconds; compiling that takes longer is reported.
@@ -174,6 +174,12 @@ class Engine:
         for module in modules_in(args):
             freeze(module)
         code: Any
+        if own := follows_its_caller(modules_in(args)):
+            why = f"{own} has a hook or a forward of its own, which compiled code would not follow"
+            self._refused("not compiled, runs as it is", what, ValueError(why))
+            self.varying[what], self.compiled[wanted] = "not compiled", function
+            self.made.append((what, 0.0, "not compiled"))
+            return function
         code, how = disk.read(path), "read"
         if code is not None and (varying := disk.varying(path)):
             self.varying[what] = varying

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import inspect
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
 from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 from selfspec.utils.files import code_hash
 
 _PLAIN = (bool, int, float, str, torch.dtype)
-_ADAPTER = ("scaling", "_disable_adapters", "_active_adapter", "merged_adapters")  # of PEFT's layers
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}
+_SMALL = 4096  # numbers of a tensor that is no buffer, by which it is known
 
 
 def key(function: Callable[..., Any], args: tuple[Any, ...]) -> Hashable:
@@ -106,14 +109,14 @@ def _source(module: str) -> str:
 
 
 def structure(module: nn.Module) -> str:
-    """What the graph of a module depends on beside its inputs: classes and their sources, configs, layouts of tensors,
-    hooks, and the numbers and names that its parts hold."""
+    """What the graph of a module depends on beside its inputs: classes, their sources and what they run, configs,
+    layouts of tensors, hooks, and what its parts hold."""
     lines, configs = [], dict[int, Any]()
     for name, part in module.named_modules():
-        numbers = {k: v for k, v in sorted(vars(part).items()) if _plain(v) or k in _ADAPTER}
+        held = {k: _value(v) for k, v in sorted(vars(part).items()) if k not in _OF_MODULES}
         tensors = {k: layout(t) for k, t in (*part._parameters.items(), *part._buffers.items()) if t is not None}
         hooks = [_described(h) for h in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
-        lines.append(f"{name} {_described(type(part))} {numbers} {tensors} {hooks}")
+        lines.append(f"{name} {_described(type(part))} {_bytecode(type(part).forward)} {held} {tensors} {hooks}")
         if (config := getattr(part, "config", None)) is not None:
             configs[id(config)] = config
     for config in configs.values():
@@ -124,8 +127,45 @@ def structure(module: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _plain(value: object) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_plain, value)))
+def _value(value: Any) -> str:
+    """An attribute of a module; of objects of other kinds their class."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_value(part)}' for name, part in value.items())}}}"
+    if isinstance(value, Tensor):
+        small = value.numel() <= _SMALL and not value.is_meta
+        return f"{layout(value)} {value.tolist() if small else ''}"
+    if isinstance(value, (FunctionType, BuiltinFunctionType)):
+        return f"{value.__module__}.{value.__qualname__} {_bytecode(value)}"
+    return repr(value) if value is None or isinstance(value, _PLAIN) else type(value).__qualname__
+
+
+@cache
+def _bytecode(function: Any) -> str:
+    """What a function runs: a class may have another one than its source says."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else hashlib.sha256(_constants(code).encode()).hexdigest()[:16]
+
+
+def _constants(part: Any) -> str:
+    if isinstance(part, CodeType):
+        return f"{part.co_code!r} {part.co_names} {_constants(part.co_consts)}"
+    if isinstance(part, (tuple, frozenset)):
+        parts = map(_constants, part)
+        return str(sorted(parts) if isinstance(part, frozenset) else [*parts])
+    return repr(part)
+
+
+def follows_its_caller(modules: Iterable[nn.Module]) -> str:
+    """The class of a module with a hook or a forward of its user's own, which may do another thing in every call; empty
+    where there is none."""
+    for part in (part for module in modules for part in module.modules()):
+        given = [*part._forward_hooks.values(), *part._forward_pre_hooks.values(), vars(part).get("forward", layout)]
+        functions = (one.func if isinstance(one, partial) else one for one in given)
+        if not all(str(getattr(one, "__module__", "")).startswith("selfspec.") for one in functions):
+            return type(part).__name__
+    return ""
 
 
 def bucket(count: int, smallest: int = 1) -> int:

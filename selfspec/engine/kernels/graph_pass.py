@@ -31,6 +31,7 @@ def options() -> dict[str, Any]:
         "emulate_precision_casts": True,
         "size_asserts": False,
         "cpp.min_chunk_size": UNDIVIDED,
+        "cpp.use_two_step_variance_threshold": 0,  # else LayerNorm of one row is summed up in another way than of many
         "fx_graph_cache": False,  # what it holds was not seen by the pass in this process; the engine keeps code itself
     }
 
@@ -50,6 +51,8 @@ class FewRows(CustomGraphPass):
             if node.op == "call_function" and node.target in (_aten.mm.default, _aten.addmm.default):
                 *bias, left, right = node.args
                 if node.kwargs or not _fits(*(part.meta["val"] for part in (left, right, *bias))):
+                    continue
+                if right.meta["val"].shape[1] == 1:  # of one row inductor makes sums, which no product is like
                     continue
                 alone = bias or _input(right) is None
             elif node.op == "call_function" and node.target == _int8_rows:

@@ -25,6 +25,11 @@ _linear, _attention = torch._C._nn.linear, torch._C._nn.scaled_dot_product_atten
 _PRODUCTS = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm"}
 _VARYING = {"scaled_dot_product_attention", "multi_head_attention_forward", "bilinear", "conv1d", "conv2d", "einsum"}
 _VARYING |= {"addmm", "baddbmm", "mv", "inner", "tensordot", "_grouped_mm", "grouped_mm", "gelu"}
+# Those that are so in some dtypes: of 16 bits, and float32
+_HALF, _SINGLE = (
+    {"rsqrt", "pow", "__pow__", "logit"},
+    {"sigmoid", "silu", "softplus", "exp2", "logit", "pow", "__pow__"},
+)
 
 _invariant: set[Any] = set()  # functions met whose rows do not depend on their number, and that no kernel replaces
 
@@ -50,6 +55,14 @@ def _ready() -> bool:
     return True
 
 
+def _by_vectors(name: str, *args: Any) -> bool:
+    """Whether a function has other bits where a vector of the processor is full."""
+    given = next((arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()), None)
+    if given is None or ((name.endswith("pow__") or name == "pow") and args[1:] and args[1] in (1, 2, 3)):
+        return False
+    return name in (_HALF if given.dtype.itemsize == 2 else _SINGLE if given.dtype == torch.float32 else ())
+
+
 class Redirected(TorchFunctionMode):
     """varying: names of the operations left to the library whose rows may depend on how many there are."""
 
@@ -67,10 +80,14 @@ class Redirected(TorchFunctionMode):
             result = self.attention(*args, **kwargs)
         if result is not None:
             return result
-        name = getattr(function, "__name__", "")
+        name = getattr(function, "__name__", "").partition(".")[0].removeprefix("linalg_")  # of an overload
+        name = name if name.startswith("__") else name.rstrip("_")
         one_term = bool(args) and isinstance(args[0], Tensor) and args[0].shape[-1:] == (1,)
         if name in _VARYING or (name in _PRODUCTS and not one_term) or (name == "int8_rows" and not has_kernel()):
             self.varying.add(name)
+        elif name in _HALF | _SINGLE:
+            if _by_vectors(name, *args):
+                self.varying.add(name)
         elif name not in _PRODUCTS and name != "int8_rows":
             _invariant.add(function)
         return function(*args, **kwargs)
