@@ -74,33 +74,17 @@ def load_target(
         device = default_device()
     fetching = {name: value for name, value in loading.items() if name in _FETCHING}
     fetching.setdefault("trust_remote_code", False)  # None would ask on the terminal
-    if isinstance(source, (str, Path)):
-        name, path = str(source), resolve(str(source))
-        if Path(path).is_dir() and (inner := loading.pop("subfolder", None) or fetching.pop("subfolder", None)):
-            fetching.pop("subfolder", None)
-            name = path = str(Path(path) / str(inner))
-        model = _read(name, path, revision, fetching, loading)
-    else:
-        model = _given(source, loading)
-        name = path = str(model.config.name_or_path)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
-    refuse_any(model)
+    model, name, path = _model(source, revision, fetching, loading)
     if wanted not in (None, torch.bfloat16) and has_int8(model):
         raise ValueError(f"dtype={dtype}: the model multiplies in 8 bits, which takes bfloat16; leave dtype out")
     stock = None if wanted is None else Stock(model, wanted)
     stock = stock if stock is not None and stock.differs else None
-    changed, saved_dtype = stock is not None or divide is not None, None
+    changed = stock is not None or divide is not None
     parts = parts_of(model) if changed or int8 else None  # of the weights as saved
     saved_hash = weights_hash(model, torch.bfloat16) if changed else None  # float16 would round what it can not hold
-    if stock is not None:
-        saved_dtype = model.get_output_embeddings().weight.dtype
-        stock.cast()
+    saved_dtype = model.get_output_embeddings().weight.dtype if stock is not None else None
     with no_room(f"target {name!r} on {device}"):
-        if divide is not None:
-            divide(model)
-        elif device is not None:
-            model.to(device)  # type: ignore[arg-type]
+        _place(model, stock, device, divide)
     if int8:
         quantize(model)
         if not has_kernel():
@@ -114,6 +98,35 @@ def load_target(
     target.name = name or target.name  # as it was typed: what is saved with a drafter finds it again
     target.use_engine(engine)
     return target, _tokenizer(path, revision, fetching) if path else None
+
+
+def _model(source: Any, revision: str | None, fetching: Figures, loading: Figures) -> tuple[PreTrainedModel, str, str]:
+    """The model, its name as it was typed, and where it lies."""
+    if isinstance(source, (str, Path)):
+        name, path = str(source), resolve(str(source))
+        if Path(path).is_dir() and (inner := loading.pop("subfolder", None) or fetching.pop("subfolder", None)):
+            fetching.pop("subfolder", None)
+            name = path = str(Path(path) / str(inner))
+        model = _read(name, path, revision, fetching, loading)
+    else:
+        model = _given(source, loading)
+        name = path = str(model.config.name_or_path)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
+    refuse_any(model)
+    return model, name, path
+
+
+def _place(
+    model: Any, stock: Stock | None, device: str | None, divide: Callable[[PreTrainedModel], None] | None
+) -> None:
+    """Cast and move a model. stock: it in the wanted dtype, None where it has that."""
+    if stock is not None:
+        stock.cast()
+    if divide is not None:
+        divide(model)
+    elif device is not None:
+        model.to(device)
 
 
 def _read(name: str, path: str, revision: str | None, fetching: Figures, loading: Figures) -> PreTrainedModel:

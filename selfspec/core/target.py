@@ -130,9 +130,8 @@ class Target:
         """Whether speculative output is that of plain decoding "by construction", since every pass so far gave a row
         the bits that it has in any other; "in every test", since in float32 rounding is far below what separates
         tokens; or "up to rounding" of near-ties."""
-        if self.engine.row_invariant("tree_pass_alone") and not self.recurrent:
-            return EXACT
-        return self.exact_between
+        constructed = self.engine.row_invariant("tree_pass_alone") and not self.recurrent
+        return EXACT if constructed else self.exact_between
 
     @property
     def exact_between(self) -> str:

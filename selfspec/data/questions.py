@@ -3,13 +3,10 @@ files as others publish them (Spec-Bench, SPEED-Bench, MT-bench, HumanEval, GSM8
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from selfspec.data.instructions import edits, instructions
 from selfspec.data.records import json_lines
 from selfspec.data.store import tokenize
 from selfspec.data.tasks import EDITS, TASKS, Instruction, pool
+from selfspec.data.tasks.base import reference_checks
 from selfspec.utils.checks import at_least, not_empty
 
 # Sets and their groups; any other name is a file
@@ -32,8 +30,6 @@ SETS = {"instructions": tuple(TASKS), "edits": tuple(EDITS), "source": ("continu
 HUMAN_EVAL, _PLACE = "human_eval", "SELFSPEC_HUMAN_EVAL"  # a set that lies elsewhere, and what names its file
 _COMPLETE = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{}\n```"
 _SEED = 1  # the held-out instructions are drawn with
-_REFERENCE = re.compile(r"####\s*(\S+)\s*$")
-_NUMBER = re.compile(r"(?<![\d.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+\b)?")
 _TEXT_KEYS = ("prompt", "question", "instruction", "text")
 
 
@@ -250,36 +246,8 @@ def _question(line: object, place: str, stem: str, name: str) -> Question:
             raise ValueError(f"{place}: a turn with half of a surrogate pair, which is no text: {turn!r:.80}")
     identity = next((plain[key] for key in ("question_id", "task_id", "id") if key in plain), name)
     group = plain.get("category", plain.get("subject", stem))
-    checks = _checks(plain, len(turns))
+    checks = reference_checks(plain, len(turns))
     return Question(str(identity), str(group), tuple(turns), system, checks, record=record, beside=beside)
-
-
-def _checks(record: dict[str, Any], turns: int) -> tuple[Callable[[str], bool], ...]:
-    """Of answers to be compared with a number, which stands behind #### at the end of a reference, as in GSM8K."""
-    references = record.get("reference")
-    if references is None:
-        references = [record.get("answer")]
-    if not isinstance(references, list) or len(references) != turns:
-        return ()
-    matches = [_REFERENCE.search(text) if isinstance(text, str) else None for text in references]
-    numbers = [None if match is None else _number(match.group(1)) for match in matches]
-    known = [number for number in numbers if number is not None]
-    return tuple(partial(_ends_in, number) for number in known) if len(known) == turns else ()
-
-
-def _ends_in(number: float, answer: str) -> bool:
-    """Whether the last number of an answer is this one (lm-evaluation-harness compares GSM8K's answers in a similar
-    way, its flexible-extract)."""
-    said = _NUMBER.findall(answer)
-    return bool(said) and _number(said[-1]) == number
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text.strip("$%").replace(",", ""))
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any], dict[str, Any]]:

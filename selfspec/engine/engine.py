@@ -135,9 +135,7 @@ class Engine:
         if self._alone.get(name, 0.0) >= self.later:
             with self._starting:
                 if self._worker is None or not self._worker.is_alive():
-                    given = mapped(
-                        args, lambda part: part, lists=True
-                    )  # the caller may put other tensors into its lists
+                    given = mapped(args, lambda part: part, lists=True)  # whose lists the caller may fill anew
                     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
                     self._worker = threading.Thread(target=self._beside, args=(modes, wanted, function, given))
                     self._worker.start()
@@ -178,7 +176,6 @@ class Engine:
             why = f"{own} has a hook or a forward of its own, which compiled code would not follow"
             self._refused("not compiled, runs as it is", what, ValueError(why))
             self.varying[what], self.compiled[wanted] = "not compiled", function
-            self.made.append((what, 0.0, "not compiled"))
             return function
         code, how = disk.read(path), "read"
         if code is not None and (varying := disk.varying(path)):

@@ -201,9 +201,7 @@ def training_table(runs: dict[str, Figures]) -> str:
     rows = []
     for name, figures in runs.items():
         cells = [shown(figures[mode]["tau"]["16"]) for mode in ("greedy", "sampled")]
-        cells += [
-            shown(figures[mode]["top1"][0], 3) if figures[mode]["top1"] else "-" for mode in ("greedy", "sampled")
-        ]
+        cells += [shown(part[0], 3) if (part := figures[mode]["top1"]) else "-" for mode in ("greedy", "sampled")]
         loss, seconds = figures.get("loss"), figures.get("seconds")
         cells += ["-" if loss is None else shown(loss, 3), str(figures.get("kept_step", "-"))]
         rows.append([name, *cells, "-" if seconds is None else f"{seconds:.0f}"])

@@ -6,13 +6,16 @@ import ast
 import builtins
 import json
 import keyword
+import math
 import re
 import textwrap
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
+from typing import Any
 
 from selfspec.data.corpus import Document
 from selfspec.utils.progress import progress
@@ -22,6 +25,9 @@ RESERVED = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls",
 _FILES = 3  # that use a word at least (of many files: 1%), for it to be a common one
 _WORDS, _FUNCTIONS = 20, 5  # fewer of them make no instructions
 _FENCE = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
+
+_REFERENCE = re.compile(r"####\s*(\S+)\s*$")
+_NUMBER = re.compile(r"(?<![\d.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+\b)?")
 
 
 @dataclass(frozen=True)
@@ -188,3 +194,31 @@ def concludes(*values: object, asked: str = "") -> Callable[[str], bool]:
         )
 
     return check
+
+
+def reference_checks(record: dict[str, Any], turns: int) -> tuple[Callable[[str], bool], ...]:
+    """Of answers to be compared with a number, which stands behind #### at the end of a reference, as in GSM8K."""
+    references = record.get("reference")
+    if references is None:
+        references = [record.get("answer")]
+    if not isinstance(references, list) or len(references) != turns:
+        return ()
+    matches = [_REFERENCE.search(text) if isinstance(text, str) else None for text in references]
+    numbers = [None if match is None else _number(match.group(1)) for match in matches]
+    known = [number for number in numbers if number is not None]
+    return tuple(partial(_ends_in, number) for number in known) if len(known) == turns else ()
+
+
+def _ends_in(number: float, answer: str) -> bool:
+    """Whether the last number of an answer is this one (lm-evaluation-harness compares GSM8K's answers in a similar
+    way, its flexible-extract)."""
+    said = _NUMBER.findall(answer)
+    return bool(said) and _number(said[-1]) == number
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text.strip("$%").replace(",", ""))
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
