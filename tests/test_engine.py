@@ -255,7 +255,7 @@ def test_compiled_is_lossless_and_compiles_nothing_twice(small, folder, temperat
         engine = target.engine
         assert not engine.failed
         counts.append(len(engine.compiled))
-    assert counts[0] == counts[1] > 3
+    assert counts[0] == counts[1] >= 3
     assert plain.token_ids == autoregressive(Target(small), PROMPTS[2:3], options).token_ids
 
 
