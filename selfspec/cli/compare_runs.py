@@ -44,7 +44,8 @@ def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Promp
     for name, count in zip(config.questions, config.counts, strict=True):
         groups = config.groups
         if groups is not None:
-            groups = [group for group in groups if group in groups_of(name)] or (None if name not in SETS else [])
+            known = groups_of(name)
+            groups = [group for group in groups if group in known] or ([] if name in SETS else None)
         if groups != []:
             asked_so = name, groups, count, config.prompt_tokens, True, config.max_new_tokens
             asking = Answering(*asked_so, allow_code_execution=config.allow_code_execution)

@@ -53,8 +53,6 @@ def check_origin(
     before.pop("engines", None)  # of an older version, all in one
     for key in (key for key in now if before.get(key, now[key]) != now[key]):
         said = f"{begun} was measured with another {key} ({before[key]}, now {now[key]})"
-        if key.startswith("files "):  # the drafter's own hash says more
-            continue
         if key == "code":  # a change may be of what is not measured
             print(f"warning: {said}; figures of before and now may not be alike")
         elif key == "device" and begun.name == "summary.json":

@@ -229,9 +229,7 @@ def _check_data(data: DictConfig | None, place: str = "data") -> None:
 def _check_names(run: Any) -> None:
     """Raises ValueError for names that are empty, FileNotFoundError for a drafter or a target that is neither here nor
     on the hub, and for questions that are nowhere."""
-    named = [("drafter", getattr(run, "drafter", None))]
-    if getattr(getattr(run, "train", None), "init_from", None) == "":  # others: a checkpoint may have the weights
-        named.append(("train.init_from", ""))
+    named = [("drafter", getattr(run, "drafter", None))]  # not train.init_from: a checkpoint may have its weights
     named += [("compare.drafters", name) for name in getattr(getattr(run, "compare", None), "drafters", ())]
     for key, name in named:
         if name == "":

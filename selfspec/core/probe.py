@@ -21,6 +21,7 @@ from selfspec.utils.machine import device_name, processor
 
 # Largest deviation of a tree pass from a plain one, over the spread of the logits: rounding stays far below, a node
 # that sees what it should not lies far above.
+_OF_DEVICE = torch.OutOfMemoryError, torch.AcceleratorError  # which say nothing of a model
 _TOLERANCE = {torch.bfloat16: 0.15, torch.float16: 0.03, torch.float32: 1e-3, torch.float64: 1e-6}
 
 
@@ -124,14 +125,14 @@ def served(model: PreTrainedModel, stock: bool = False) -> Target:
                 passed.parent.mkdir(parents=True, exist_ok=True)
                 passed.touch()
         return target
-    except (torch.OutOfMemoryError, torch.AcceleratorError):  # which say nothing of the model
+    except _OF_DEVICE:
         raise
     except Exception as error:  # of a model of unfamiliar form
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error)}"
     try:
         chains = ChainTarget(model, why)
         _probe_chains(chains)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+    except _OF_DEVICE:
         raise
     except Exception as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error)}"

@@ -64,11 +64,10 @@ class ChatTemplate:
 
     def unseen(self, chat: Chat, documents: Sequence[Document], place: str) -> list[str]:
         """Turns of others than the assistant that the template does not show, such as those of a role unknown to it."""
-        shown = "\n".join([self.text(chat, place, False), *(document.text for document in documents)])
-        found = list[str]()
+        shown, found = "\n".join(document.text for document in documents), list[str]()
         for i, turn in enumerate(chat.messages if documents else ()):
-            words = re.findall(r"\w+", turn["content"])
-            if turn["role"] != "assistant" and words and max(words, key=len) not in shown:
+            words = max(re.findall(r"\w+", turn["content"]), key=len, default="")
+            if turn["role"] != "assistant" and words not in shown and words not in self.text(chat, place, False):
                 found.append(f"{place}, turn {i + 1} of the role {turn['role']!r}")
         return found
 

@@ -134,11 +134,21 @@ def plan(lengths: Iterable[int], length: int) -> tuple[Tensor, Tensor]:
 def openings(corpus: Corpus) -> tuple[Tensor, Tensor]:
     """What stands before each answer of the conversations, as where it starts and ends in the corpus, int64 [Q] each:
     from the start of the conversation up to every token at which the mask begins."""
-    ends = (corpus.mask[1:] > corpus.mask[:-1]).nonzero()[:, 0] + 1
+    ends = _begins(corpus.mask)
     documents = torch.searchsorted(corpus.starts, ends, right=True) - 1
     starts = corpus.starts[documents]
     asks = corpus.is_chat[documents] & (ends > starts)
     return starts[asks], ends[asks]
+
+
+def _begins(mask: Tensor, piece: int = 1 << 24) -> Tensor:
+    """Where a mask [T] turns True, a piece at a time, so that long ones are not held."""
+    parts, before = [torch.zeros(0, dtype=torch.int64)], torch.zeros(1, dtype=torch.bool)
+    for first in range(0, len(mask), piece):
+        part = torch.cat([before, mask[first : first + piece]])
+        parts.append((part[1:] & ~part[:-1]).nonzero()[:, 0] + first)
+        before = part[-1:]
+    return torch.cat(parts)
 
 
 def share_of_questions(questions: int, tokens: int, length: int) -> float:

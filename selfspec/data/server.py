@@ -220,7 +220,8 @@ class Server(Records):
             raise Refused("the conversation asks nothing")
         while history[-1]["role"] != "assistant":  # a question that was not answered
             history.pop()
-        record: Figures = {"id": i, "messages": history, **_listed(chat.beside)}
+        record: Figures = {"id": i, "messages": history}
+        record |= {name: chat.beside[name] for name in _LISTS if name in chat.beside}
         if arguments := self._arguments(chat):
             record["chat_template_kwargs"] = arguments
         if len(turns) == len(finish):
@@ -348,10 +349,6 @@ class Server(Records):
 
 def _are_ids(ids: Any) -> bool:
     return isinstance(ids, list) and bool(ids) and all(type(token) is int for token in ids)
-
-
-def _listed(beside: Figures) -> Figures:
-    return {name: value for name, value in beside.items() if name in _LISTS}
 
 
 def _sent(message: dict[str, Any]) -> dict[str, Any]:

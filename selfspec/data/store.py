@@ -80,9 +80,9 @@ def beginning(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[bool], bool, int]]:
     """Each document's tokens, which of them count, whether it is a conversation, and the bytes of its text. Text stands
-    behind a separator, the tokenizer's BOS, or EOS where
-    it has none; a conversation begins as its chat template does, as in decoding. A document is encoded as a whole; a
-    token counts where its last character does. Raises ValueError where the tokenizer has neither."""
+    behind a separator, the tokenizer's BOS, or EOS where it has none; a conversation begins as its chat template does,
+    as in decoding. A document is encoded as a whole; a token counts where its last character does. Raises ValueError
+    where the tokenizer has neither."""
     separator = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if separator is None:
         raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has neither a BOS nor an EOS token to separate texts")

@@ -168,16 +168,16 @@ class Engine:
 
     def _make(self, wanted: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
         shapes = " ".join(str(list(a.shape)) for a in args if isinstance(a, Tensor))
-        start, what, path = time.perf_counter(), f"{function.__name__} {shapes}", self._path(function, args)
-        for module in modules_in(args):
-            freeze(module)
-        code: Any
+        start, what = time.perf_counter(), f"{function.__name__} {shapes}"
         if own := follows_its_caller(modules_in(args)):
             why = f"{own} has a hook or a forward of its own, which compiled code would not follow"
             self._refused("not compiled, runs as it is", what, ValueError(why))
             self.varying[what], self.compiled[wanted] = "not compiled", function
             return function
-        code, how = disk.read(path), "read"
+        for module in modules_in(args):
+            freeze(module)
+        path, how = self._path(function, args), "read"
+        code: Any = disk.read(path)
         if code is not None and (varying := disk.varying(path)):
             self.varying[what] = varying
         if code is None:

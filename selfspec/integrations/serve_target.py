@@ -198,11 +198,8 @@ def record(states: FromServer, documents: Sequence[Tensor], folder: Path) -> int
     how many were written now: files that are there stay."""
     folder.mkdir(parents=True, exist_ok=True)
     about = folder / ABOUT
-    found, wanted = (
-        (read_json(about) if about.is_file() else {}),
-        {"layers": states.layers, "model": states.target.name},
-    )
-    for name, value in wanted.items():
+    found = read_json(about) if about.is_file() else {}
+    for name, value in {"layers": states.layers, "model": states.target.name}.items():
         if found.get(name, value) != value:
             raise ValueError(f"{folder} holds states of {name} {found[name]}, not {value}; give another folder")
     write_about(folder, states.layers, states.target.name)

@@ -60,6 +60,8 @@ class DrafterTraining:
         if self.cache not in ("none", "disk"):
             raise ValueError(f"train.cache={self.cache!r} must be one of none, disk")
         above_zero(self, "train", "states_gb")
+        if self.init_from == "":
+            raise ValueError("train.init_from is empty; give the name of a drafter")
         if self.states is None:
             if self.states_url is not None or self.states_layers is not None:
                 raise ValueError(

@@ -26,10 +26,9 @@ _PRODUCTS = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm"}
 _VARYING = {"scaled_dot_product_attention", "multi_head_attention_forward", "bilinear", "conv1d", "conv2d", "einsum"}
 _VARYING |= {"addmm", "baddbmm", "mv", "inner", "tensordot", "_grouped_mm", "grouped_mm", "gelu"}
 # Those that are so in some dtypes: of 16 bits, and float32
-_HALF, _SINGLE = (
-    {"rsqrt", "pow", "__pow__", "logit"},
-    {"sigmoid", "silu", "softplus", "exp2", "logit", "pow", "__pow__"},
-)
+_HALF = {"rsqrt", "pow", "__pow__", "logit"}
+_SINGLE = {"sigmoid", "silu", "softplus", "exp2", "logit", "pow", "__pow__"}
+_SOME = _HALF | _SINGLE
 
 _invariant: set[Any] = set()  # functions met whose rows do not depend on their number, and that no kernel replaces
 
@@ -85,7 +84,7 @@ class Redirected(TorchFunctionMode):
         one_term = bool(args) and isinstance(args[0], Tensor) and args[0].shape[-1:] == (1,)
         if name in _VARYING or (name in _PRODUCTS and not one_term) or (name == "int8_rows" and not has_kernel()):
             self.varying.add(name)
-        elif name in _HALF | _SINGLE:
+        elif name in _SOME:
             if _by_vectors(name, *args):
                 self.varying.add(name)
         elif name not in _PRODUCTS and name != "int8_rows":
