@@ -9,7 +9,7 @@ VLLM = .venv-vllm
 PEERS = .venv-peers
 QUESTIONS ?= question.jsonl
 
-.PHONY: demo test slow serving peers bench hybrid gpu readme smollm2 page page-data docs lint clean
+.PHONY: demo test slow serving peers bench hybrid gpu readme smollm2 page page-data questions docs lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml
@@ -106,8 +106,7 @@ readme: $(VENV)/.ready
 		"page.runs=[runs/readme,runs/readme_limits,selfspec/page/embedded.json]"
 
 # SmolLM2's table in notebooks/results/smollm2.md, twenty minutes; QUESTIONS names Spec-Bench's question.jsonl.
-smollm2: $(VENV)/.ready
-	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
+smollm2: questions $(VENV)/.ready
 	$(BIN)/python eval/compare.py name=smollm2 target=smollm2 "compare.questions=[$(QUESTIONS)]" \
 		compare.groups=null compare.prompts=2 compare.max_new_tokens=64 "compare.nodes=[8]" \
 		"compare.temperatures=[0,1]" "compare.methods=[hf_generate]" compare.results=notebooks/results/smollm2.md \
@@ -119,8 +118,7 @@ page: $(VENV)/.ready
 
 # Those results, made anew, two hours on a quiet machine; QUESTIONS names Spec-Bench's question.jsonl. The page shows the
 # comparisons of `make readme` and `make smollm2`, which run first where they have not.
-page-data: $(VENV)/.ready runs/readme/compare.json runs/smollm2/compare.json
-	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
+page-data: questions $(VENV)/.ready runs/readme/compare.json runs/smollm2/compare.json
 	$(BIN)/python eval/decode.py -m name=page_smollm2 target=smollm2 decode.questions=$(QUESTIONS) decode.prompts=13 \
 		drafter=smollm2-eagle3+prompt_lookup,smollm2-medusa+prompt_lookup,smollm2-eagle3,smollm2-medusa,prompt_lookup \
 		decode.temperature=0,1 decode.traces=2 decode.max_new_tokens=96 "decode.arms=[speculative]" decode.repeats=1
@@ -135,6 +133,9 @@ page-data: $(VENV)/.ready runs/readme/compare.json runs/smollm2/compare.json
 		page.data=runs/page_tiny.json
 	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json page.shown=8 \
 		"page.runs=[runs/readme,runs/readme_limits,runs/page_smollm2,runs/page_smollm2_limits,runs/smollm2,runs/page_tiny.json]"
+
+questions:
+	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
 
 runs/%/compare.json:
 	$(MAKE) $*

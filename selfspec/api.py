@@ -204,14 +204,14 @@ class Spec:
         if streamer is not None:
             streamer.end()
         self._learned.add_call(result.stats)
-        return returned(input_ids, result, config)
+        return returned(input_ids, result, config, rule)
 
     def _asked(
         self, prompts: Prompts, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Request, list[list[int]], Options]:
         """Request, prompts as token ids, and options, all checked."""
         asked = Request.of(self.target, args, kwargs)
-        options, encoded = asked.options(self.target, self.tokenizer), self.encode(prompts)
+        options = asked.options(self.target, self.tokenizer, encoded := self.encode(prompts))
         if (warning := limited(self.target, encoded, options.max_new_tokens)) is not None:
             warnings.warn(warning, stacklevel=3)
         return asked, encoded, options

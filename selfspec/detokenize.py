@@ -67,19 +67,23 @@ class Detokenizer:
 
 class StopStrings(StoppingCriteria):
     """Ends a row whose text holds one of some strings, once a token brings it to its end. By the text and not by the
-    vocabulary's entries as transformers' own does, so that every kind of tokenizer is served."""
+    vocabulary's entries as transformers' own does, so that every kind of tokenizer is served. prompts: tokens of each
+    row's prompt, in whose text no string may begin (none given: it may, as in transformers)."""
 
-    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
-        self.tokenizer, self.strings = tokenizer, list(strings)
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], prompts: Sequence[int] = ()) -> None:
+        self.tokenizer, self.strings, self.prompts = tokenizer, list(strings), prompts
         self.tail = 4 * max(map(len, self.strings)) + 16  # tokens that hold the longest, a byte each
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Of ids int64 [B, S]: bool [B]."""
-        rows, which = input_ids[:, -self.tail :].unique(dim=0, return_inverse=True)
-        ended = torch.tensor([self._ended(row) for row in rows.tolist()], device=input_ids.device)
-        return ended[which]
+        begins, tail = max(0, input_ids.shape[1] - self.tail), input_ids[:, -self.tail :].tolist()
+        prompts = self.prompts or [0] * len(tail)
+        rows = [(tuple(row), max(0, prompt - begins)) for row, prompt in zip(tail, prompts, strict=True)]
+        ended = {row: self._ended(*row) for row in set(rows)}
+        return torch.tensor([ended[row] for row in rows], device=input_ids.device)
 
-    def _ended(self, ids: list[int]) -> bool:
+    def _ended(self, ids: tuple[int, ...], prompt: int) -> bool:
         before, text = (text_of(self.tokenizer, part, False) for part in (ids[:-1], ids))
         same = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
-        return any(text.find(string, max(0, same - len(string) + 1)) >= 0 for string in self.strings)
+        first = len(text_of(self.tokenizer, ids[:prompt], False)) if prompt else 0
+        return any(text.find(string, max(first, same - len(string) + 1)) >= 0 for string in self.strings)

@@ -53,10 +53,12 @@ _HARMLESS = ("attention_mask", "position_ids", "cache_position", "use_cache", "l
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """transformers' output and ours. stats: see `selfspec.core.stats.Stats`; from_draft: bool [B, new tokens], whether
-    the draft tree held the token. In scores and logits, rows that have ended hold zeros."""
+    the draft tree held the token; lossy: the rule that changed the output, where one was asked for. In scores and
+    logits, rows that have ended hold zeros."""
 
     stats: Stats | None = None
     from_draft: Tensor | None = None
+    lossy: Relaxed | None = None
 
 
 def options_of(
@@ -92,7 +94,9 @@ def options_of(
     )
 
 
-def returned(input_ids: Tensor, result: Result, config: GenerationConfig) -> SpeculativeOutput | Tensor:
+def returned(
+    input_ids: Tensor, result: Result, config: GenerationConfig, lossy: Relaxed | None
+) -> SpeculativeOutput | Tensor:
     """What generate returns: prompts and new tokens, padded behind as transformers pads them."""
     eos, new, records = config.eos_token_id, result.token_ids, result.records
     first = eos[0] if isinstance(eos, list) and eos else eos  # what it pads with where there is no pad token
@@ -109,6 +113,7 @@ def returned(input_ids: Tensor, result: Result, config: GenerationConfig) -> Spe
         scores=_per_step(records, 1, longest) if config.output_scores else None,  # type: ignore[arg-type]
         stats=result.stats,
         from_draft=torch.tensor(drafted, device=input_ids.device),
+        lossy=lossy,
     )
 
 
@@ -195,9 +200,11 @@ def unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list
     return prompts, pads
 
 
-def stopping(name: str, tokenizer: Tokenizer | None, strings: str | Sequence[str]) -> StopStrings:
-    """What ends a row once it holds one of the strings. name: of the argument. Raises ValueError without a tokenizer,
-    and for what is no text."""
+def stopping(
+    name: str, tokenizer: Tokenizer | None, strings: str | Sequence[str], prompts: Sequence[int] = ()
+) -> StopStrings:
+    """What ends a row once it holds one of the strings. name: of the argument; prompts: see `StopStrings`. Raises
+    ValueError without a tokenizer, and for what is no text."""
     if tokenizer is None:
         raise ValueError(f"{name}={strings!r} needs a tokenizer, which the target has not")
     strings = [strings] if isinstance(strings, str) else strings
@@ -208,7 +215,7 @@ def stopping(name: str, tokenizer: Tokenizer | None, strings: str | Sequence[str
             raise ValueError(f"{name} holds an empty string; give at least one character")
         if any(0xD800 <= ord(character) < 0xE000 for character in string):
             raise ValueError(f"{name}: the tokenizer can not produce {string!r}, which is no Unicode text")
-    return StopStrings(tokenizer, strings)
+    return StopStrings(tokenizer, strings, prompts)
 
 
 def _per_step(records: list[list[tuple[Tensor, Tensor]]], which: int, steps: int) -> tuple[Tensor, ...]:

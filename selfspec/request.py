@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -42,9 +43,9 @@ class Request:
     one from torch's global generator, so that `torch.manual_seed` governs it (the result's `seed` names
     it); the same seed is the same text. nodes: of the draft tree at most, root included (None: 16), or "auto" (see
     `selfspec.budget.policy`). lossy: a rule that does change the output, by name (see `selfspec.core.lossy.Lossy`).
-    stop: a text or several that end a row once it holds one of them, which stays in it. trace: keep what every pass did
-    (`Generated.trace`, see `selfspec.trace`). generation_config: of transformers; what is given beside it wins. Without
-    one, of the model's own the end tokens alone are read.
+    stop: a text or several that end a row once its new text holds one of them, which stays in it. trace: keep what
+    every pass did (`Generated.trace`, see `selfspec.trace`). generation_config: of transformers; what is given beside
+    it wins. Without one, of the model's own the end tokens alone are read.
     """
 
     max_new_tokens: int = 128
@@ -79,12 +80,12 @@ class Request:
             raise TypeError(f"unknown argument {unknown!r}{near or '; there are ' + ', '.join(known)}")
         return cls(*args, **kwargs)
 
-    def options(self, target: Target, tokenizer: Tokenizer | None) -> Options:
+    def options(self, target: Target, tokenizer: Tokenizer | None, prompts: Sequence[Sequence[int]]) -> Options:
         """How the decode loop takes it. Raises ValueError for values out of range."""
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         seed = 0 if self.seed is None and sampling.temperature == 0 else self.seed  # greedy text needs no noise
         none = self.stop is None or (isinstance(self.stop, (list, tuple)) and not self.stop)
-        stops = () if none else (stopping("stop", tokenizer, self.stop),)  # type: ignore[arg-type]
+        stops = () if none else (stopping("stop", tokenizer, self.stop, [*map(len, prompts)]),)  # type: ignore[arg-type]
         config, eos = self.generation_config, None
         if config is not None:
             _, eos = from_config(config, target.model.generation_config)
@@ -118,6 +119,10 @@ def _renamed(keywords: dict[str, Any], positional: dict[str, Any]) -> dict[str, 
         if not isinstance(sample, bool):
             raise ValueError(f"do_sample={sample!r} must be True or False")
         warm = positional.get("temperature", words.get("temperature"))
+        if warm is None and isinstance(config := words.get("generation_config"), GenerationConfig):
+            words["generation_config"] = config = copy(config)  # which says how
+            config.do_sample = sample
+            return words
         if warm is None:
             words["temperature"] = warm = float(sample)
         if sample != (Sampling(warm).temperature > 0):

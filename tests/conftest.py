@@ -173,6 +173,12 @@ def made(kind: type[Drafter] | str, target: Target, **settings: Any) -> Any:
     return kind(target, config_class(kind)(**settings))
 
 
+def random_drafter(kind: type[Drafter] | str, target: Target, **settings: Any) -> Any:
+    drafter = made(kind, target, **settings)
+    randomize(drafter)
+    return drafter
+
+
 def randomize(drafter: Drafter) -> None:
     torch.manual_seed(1)
     with torch.no_grad():

@@ -19,8 +19,9 @@ from selfspec.core.target import Target
 
 class FakeServer:
     """layers: whose states it hands out (None: none). asked: bodies of all requests; refuse: statuses of the next
-    requests; name: what it calls itself in answers; ids: whether it returns token ids; change: what is done to states
-    before they are written; dies_after: requests after which it answers no more."""
+    requests; fails: words of those at which it always fails; name: what it calls itself in answers; ids: whether it
+    returns token ids; change: what is done to states before they are written; dies_after: requests after which it
+    answers no more."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class FakeServer:
         self.asked: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.refuse: list[int] = []
+        self.fails = ""
         self.name, self.ids, self.ends = "tiny", True, {tokenizer.eos_token_id} - {None}
         self.change: Any = lambda states: states
         self.dies_after: int | None = None
@@ -72,6 +74,9 @@ class FakeServer:
                     fake.asked.append(body)
                     if fake.refuse:
                         self.send({"error": {"message": "no"}}, fake.refuse.pop(0))
+                        return
+                    if fake.fails and fake.fails in json.dumps(body):
+                        self.send({"error": {"message": "no"}}, 500)
                         return
                     self.send(fake.answer(self.path, body))
 

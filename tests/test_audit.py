@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import compose_config, made, randomize, tiny_model
+from conftest import compose_config, random_drafter, tiny_model
 
 import selfspec.core.passes as target_file
 from selfspec.api import Spec
@@ -33,8 +33,7 @@ CONFIG = AuditConfig(max_new_tokens=24, nodes=[4, 12], batch_sizes=[1, 2], seeds
 @pytest.fixture(scope="module")
 def spec() -> Spec:
     target = Target(tiny_model())
-    drafter = made("medusa", target, heads=3, rank=4)
-    randomize(drafter)
+    drafter = random_drafter("medusa", target, heads=3, rank=4)
     return Spec(target, drafter)
 
 
@@ -139,8 +138,7 @@ def test_a_bug_in_both_loops_is_called_one(spec, monkeypatch):
 
 def test_noise_of_a_dtype_is_told_from_a_bug():
     target = Target(tiny_model(dtype=torch.bfloat16))
-    drafter = made("medusa", target, heads=3, rank=4)
-    randomize(drafter)
+    drafter = random_drafter("medusa", target, heads=3, rank=4)
     config = AuditConfig(max_new_tokens=24, nodes=[12], batch_sizes=[2], seeds=[0])
     found = audit(Spec(target, drafter), PROMPTS, config)
     assert found.verdict in ("identical", "explained by numerics")

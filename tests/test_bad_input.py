@@ -393,6 +393,13 @@ def test_an_experiment_with_an_error_is_named(text, message, tmp_path, capsys, m
     assert said.count("\n") == 1
 
 
+def test_a_folder_of_configs_may_have_any_name(tmp_path):
+    (place := tmp_path / "josé (1), 'b'" / "experiment").mkdir(parents=True)
+    (place / "mine.yaml").write_text("# @package _global_\nloop:\n  stepz: 3\n")
+    said = miscomposed("train", ["--config-dir", str(place.parent), "+experiment=mine", "name=x"])
+    assert "mine.yaml: there is no loop.stepz; did you mean loop.steps" in said
+
+
 @pytest.mark.slow
 def test_the_traceback_is_there_for_those_who_ask(place):
     """And a whole process behaves as the scripts above do."""

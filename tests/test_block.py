@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import made, randomize, refused, tiny_model
+from conftest import random_drafter, refused, tiny_model
 from judges import check_block
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -42,8 +42,7 @@ def target_of(dtype: torch.dtype = torch.float64) -> Target:
 
 
 def drafter_of(target: Target, **settings: Any) -> BlockDrafter:
-    drafter = made("block", target, size=5, layers=[0, 2], **settings)
-    randomize(drafter)
+    drafter = random_drafter("block", target, size=5, layers=[0, 2], **settings)
     if drafter.vocabulary is not None:
         drafter.drafts_only(torch.arange(3, 43, 2))
     return drafter.eval()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RandomTrees, made, randomize, refused
+from conftest import RandomTrees, made, random_drafter, refused
 from families import build
 from sweep import tiny
 
@@ -40,8 +40,7 @@ def test_chains_give_plain_text(kind, capsys):
     target = served(tiny(kind))
     assert isinstance(target, ChainTarget)
     assert "served by chains alone" in capsys.readouterr().err
-    heads = made("medusa", target, heads=3, rank=4)
-    randomize(heads)
+    heads = random_drafter("medusa", target, heads=3, rank=4)
     lookup = made("prompt_lookup", target)
     tokens, documents = torch.randint(1, 60, (2, 20)), torch.tensor([[0] * 20, [0] * 9 + [1] * 11])
     batch = {"tokens": tokens, "mask": torch.ones_like(tokens).bool(), "documents": documents}
@@ -111,8 +110,7 @@ def test_rows_that_end_and_many_rejected_tokens():
     target = served(tiny("bloom"))
     ends = frozenset(range(0, 61, 9))
     alone = [autoregressive(target, [p], Options(60, Sampling(1.0), seed=[2], eos=ends)) for p in PROMPTS]
-    heads = made("medusa", target, heads=3, rank=4)
-    randomize(heads)
+    heads = random_drafter("medusa", target, heads=3, rank=4)
     rows = speculative(target, PROMPTS, Options(60, Sampling(1.0), seed=[2] * 2, eos=ends), heads.eval(), 8)
     assert rows.token_ids == [one.token_ids[0] for one in alone]
 

@@ -152,6 +152,14 @@ def test_turns_that_a_template_leaves_out_are_told(special, tmp_path, capsys):
     assert "turn 2 of the role 'function_call'" in lines
 
 
+def test_thoughts_that_a_template_drops_are_told(special):
+    """Those of the answer that is learned; earlier ones may go, as the model will see them."""
+    made, rewritten = template(special, OPENED, "<|end|>"), template(special, REWRITTEN, "<|im_end|>")
+    turns = "2 + 2?", "<think>easy</think>It is four.", "Sure?", "<think>yes</think>Yes."
+    for chosen, told in ((made, ["x, what turn 2 thinks", "x, what turn 4 thinks"]), (rewritten, [])):
+        assert chosen.unseen(talk(*turns), chosen.documents(talk(*turns), "x")[0], "x") == told
+
+
 def test_thoughts_that_a_template_writes_anew(special):
     made = template(special, REWRITTEN, "<|im_end|>")
     said = "<think>\neasy\n</think>\n\nIt is four.<|im_end|>"
@@ -317,6 +325,8 @@ def test_prompts_are_those_that_decoding_has(special, tmp_path):
     prompts = sample_prompts(corpus, made.tokenizer, 4, 8, 8)
     assert len(prompts) == 4
     assert all(made.tokenizer.decode(ids).endswith("<|Assistant|><think>\n") for ids in prompts)
+    asked = read_questions(Asking(prompts=4, prompt_tokens=8, max_new_tokens=8), made.tokenizer, source.train)
+    assert [list(question.ids) for question in asked] == prompts
     target = Target(tiny_model(vocab_size=len(made.tokenizer)))
     texts, _ = distill(target, corpus, DistillConfig(2, 64, 32, sampled=0.0), 0, tmp_path / "texts")
     for i in range(2):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import compose_config, made, refused, save_tiny, tiny_model
+from conftest import compose_config, made, refused, save_tiny, tiny_model, write_lines
 
 from selfspec.api import Spec
 from selfspec.budget import cost
@@ -112,7 +112,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides, tmp_path):
     saved = json.loads((tmp_path / "run" / "compare.json").read_text())
     assert saved["prices"]["prompt_lookup"]["parameters"] == 0
     assert saved["prices"]["hf_assisted"]["parameters"] > 0
-    assert "hf_assisted" in json.loads((tmp_path / "run" / ORIGIN).read_text())
+    assert {"hf_assisted", "drafter prompt_lookup"} <= json.loads((tmp_path / "run" / ORIGIN).read_text()).keys()
 
     wrong = [line.replace('"right": [false]', '"right": [true]') for line in lines]  # by a checker of before
     path.write_text("".join(wrong[:25]) + lines[25][:40])  # killed while it wrote
@@ -155,6 +155,14 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides, tmp_path):
 def test_bad_input(override, message, overrides, tmp_path):
     refused(message, run_compare, compose_config("compare", *overrides, override), tmp_path / "run")
     assert not (tmp_path / "run" / "records.jsonl").exists()
+
+
+def test_a_group_that_neither_a_set_nor_a_file_has_is_named(overrides, tmp_path):
+    write_lines(path := tmp_path / "mine.jsonl", [{"prompt": "word", "category": "own"}])
+    asked = f"compare.questions=[{path},edits]", "compare.groups=[own,renam]", "compare.prompts=1"
+    refused(
+        r"groups holds \['renam'\]; known are .*own", run_compare, compose_config("compare", *overrides, *asked), path
+    )
 
 
 def run(arm: str, seconds: float, plain: float = 2.0, prompt: object = 0, turn: int = 0, **changes: Any) -> Record:

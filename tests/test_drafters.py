@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB, Watch, made, randomize, tiny_model
+from conftest import HIDDEN, VOCAB, Watch, made, random_drafter, randomize, tiny_model
 
 import selfspec.drafters.parts.losses
 import selfspec.drafters.sequential
@@ -447,8 +447,7 @@ def test_medusa_starts_as_the_targets_own_prediction(llama):
 
 def test_medusa_loss_is_the_definition(llama):
     """Against one position and one head at a time, in plain operations."""
-    drafter = made("medusa", llama, heads=3, rank=4)
-    randomize(drafter)
+    drafter = random_drafter("medusa", llama, heads=3, rank=4)
     data = batch()
     loss, figures = DraftLoss(drafter, llama)(data)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts.mask_layout import layout
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.evaluation import measure
-from selfspec.evaluation.arms import Prompt
+from selfspec.evaluation.arms import Arm, Prompt
 from selfspec.evaluation.compare import common
 from selfspec.evaluation.decode import ARMS, DecodeConfig, defined, host_overhead, run_benchmark, summarize
 from selfspec.evaluation.figures import against, drift, interval, over_plain, regime_figures
@@ -30,6 +30,7 @@ from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, read_points, rows_of, write_point
 from selfspec.evaluation.records import Beside, Record, Regime
 from selfspec.evaluation.tables import groups_table, markdown, table
+from selfspec.output import Generated
 from selfspec.training import calibrate as calibrate_file
 from selfspec.training.calibrate import calibrate, spread, write_samples
 from selfspec.utils.files import null_for_nan, shown
@@ -63,7 +64,8 @@ def test_speedup_is_the_ratio_of_seconds_per_token():
     assert against(alone, [replace(r, seconds=4.0) for r in alone]) == found
 
 
-def test_the_regime_of_a_text(heads_folder):
+def test_the_regime_of_a_text(heads_folder, monkeypatch):
+    monkeypatch.setattr(measure, "_AT_ONCE", 16)
     spec = selfspec.load(str(heads_folder), dtype="float32")
     prompt, new = [5, 9, 2], [1, 2] * 20
     logits = spec.target.model(input_ids=torch.tensor([prompt + new])).logits[0, 2:-1].double()
@@ -199,6 +201,16 @@ def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder, tmp_path):
     refused("no such folder", run_report, compose_config("report", f"sweep={tmp_path}/nothing"))
     (tmp_path / "empty").mkdir()
     refused("no finished run", run_report, compose_config("report", f"sweep={tmp_path}/empty"))
+
+
+def test_parts_of_two_runs_are_their_mean():
+    """As the seconds of the whole are, which stand beside the mean of two runs of plain decoding."""
+    target = Target(tiny_model())
+    spec, point = Spec(target, made("prompt_lookup", target)), measure.Point(0, asked([5, 9, 2]), Sampling())
+    runs = [Generated([[1]], [], [[False]], Stats(1, 1, tokens=1, seconds_target=s)) for s in (3.0, 1.0)]
+    taken = [((run, run.stats.seconds), None) for run in runs]
+    found = measure._record(spec, point, Arm("speculative", "4"), taken, None)
+    assert found.stats.seconds_target == found.seconds == 2.0
 
 
 def test_auto_is_told_beside_what_was_measured(heads_folder):

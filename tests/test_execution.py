@@ -51,6 +51,9 @@ RIGHT, SQUARES = f"def area(r):\n{BODY}", "def area(r):\n    return math.pi * sq
         (f"from the radius, so:\n\n{RIGHT}\n\nIt squares the radius.", True),
         (f"```python\nPI = 3.14159265\n```\n```python\n{RIGHT.replace('math.pi', 'PI')}\n```", True),
         (f"~~~python\n{RIGHT}\n~~~", True),
+        (f"```python\n{RIGHT}```\nDone.", True),
+        (f"This does it: ```python\n{RIGHT}\n```", True),
+        (f"Use ```math.pi```:\n\n{RIGHT}\n\n" + "It squares the radius.\n" * 12, True),
         (f'```python\ndef area(r):\n    """As in\n    ```\n    area(2)\n    ```\n    """\n{BODY}\n```\nDone.', True),
     ],
 )

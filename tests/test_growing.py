@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import HIDDEN, VOCAB, Watch, made, randomize, refused, save_tiny, tiny_model
+from conftest import HIDDEN, VOCAB, Watch, made, random_drafter, refused, save_tiny, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, OlmoConfig
 
@@ -38,12 +38,6 @@ from selfspec.drafters.sequential import SequentialHeads
 from selfspec.training.calibrate import _FACTORS, log_sums, measure_along
 
 PROMPT = [5, 9, 2, 7, 7, 1, 4, 4]
-
-
-def random_drafter(kind: type[Drafter], target: Target, **settings: Any) -> Any:
-    drafter = made(kind, target, **settings)
-    randomize(drafter)
-    return drafter.eval()
 
 
 # -- growth
@@ -166,7 +160,7 @@ def test_scores_that_are_all_alike_are_right_for_one_token_alone():
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_sequential_scores_in_decoding_are_those_of_training(form, family):
     target = Target(tiny_model(family))
-    drafter = random_drafter(SequentialHeads, target, heads=4, form=form, rank=4, correction=8)
+    drafter = random_drafter(SequentialHeads, target, heads=4, form=form, rank=4, correction=8).eval()
     tokens, hidden = torch.randint(VOCAB, (3, 4)), torch.randn(3, HIDDEN, dtype=torch.float64)
     ids = torch.stack([torch.randperm(VOCAB)[:9] for _ in range(3)])
     embedded = drafter.embed(tokens)
@@ -183,7 +177,7 @@ def test_sequential_scores_in_decoding_are_those_of_training(form, family):
 
 def test_prefix_layer_in_decoding_is_that_of_training(llama, monkeypatch):
     """What the heads read at every root, against one pass over the text so far."""
-    drafter = random_drafter(SequentialHeads, llama, heads=3, rank=4)
+    drafter = random_drafter(SequentialHeads, llama, heads=3, rank=4).eval()
     read = []
 
     def spied(*given: Any) -> Any:
@@ -207,7 +201,7 @@ def test_prefix_layer_in_decoding_is_that_of_training(llama, monkeypatch):
 def test_markov_reads_the_parent_alone_and_hydra_the_whole_path(llama):
     hidden, tokens = torch.randn(1, HIDDEN, dtype=torch.float64), torch.tensor([[3, 5, 7]])
     for form, reads in (("markov", [False, False, True]), ("hydra", [True, True, True])):
-        drafter = random_drafter(SequentialHeads, llama, heads=3, form=form, rank=4, correction=8)
+        drafter = random_drafter(SequentialHeads, llama, heads=3, form=form, rank=4, correction=8).eval()
         for place in range(3):
             other = tokens.clone()
             other[0, place] = 11
@@ -229,7 +223,7 @@ def test_scores_in_decoding_are_those_of_training(name, monkeypatch):
     """Every conditional score that grew a tree, against the unrolled pass over the same path as plain text."""
     family, kind, settings = UNROLLED[name]
     target = Target(tiny_model(family))
-    drafter = random_drafter(kind, target, depth=4, width=2, min_prob=0.0, **settings)
+    drafter = random_drafter(kind, target, depth=4, width=2, min_prob=0.0, **settings).eval()
     watch, levels = Watch(drafter), []
     extend = Growth.extend
 
@@ -256,7 +250,7 @@ def test_scores_in_decoding_are_those_of_training(name, monkeypatch):
 
 
 def test_unrolled_steps_see_no_feature_they_would_not_have(llama):
-    drafter = random_drafter(Feature, llama, unroll=3)
+    drafter = random_drafter(Feature, llama, unroll=3).eval()
     tokens = torch.randint(VOCAB, (1, 12))
     with torch.no_grad():
         seen = llama.text(tokens, reads=drafter.reads).features
@@ -278,7 +272,7 @@ def test_unrolled_steps_see_no_feature_they_would_not_have(llama):
 def test_own_keys_and_values_are_those_of_verified_text(kind, shape, rows, llama):
     """After many passes the drafter's cache holds what one pass over the finished text would put there."""
     prompts = [PROMPT, PROMPT[:4], [9, 9, 1]][:rows]
-    drafter = random_drafter(kind, llama, rank=4, width=2, min_prob=0.0, **shape)
+    drafter = random_drafter(kind, llama, rank=4, width=2, min_prob=0.0, **shape).eval()
     watch = Watch(drafter)
     speculative(llama, prompts, Options(40), watch, 9)
     session: Any = watch.inner
@@ -311,7 +305,7 @@ def test_own_keys_and_values_are_those_of_verified_text(kind, shape, rows, llama
 @pytest.mark.parametrize("nodes", [2, 5, 16])
 def test_every_node_passes_every_layer_exactly_once(rows, nodes):
     target = Target(tiny_model(num_hidden_layers=5))
-    drafter = random_drafter(EarlyExit, target, exit=2, rank=4, width=3, min_prob=0.0)
+    drafter = random_drafter(EarlyExit, target, exit=2, rank=4, width=3, min_prob=0.0).eval()
     watch, passed = Watch(drafter), [0] * 5
 
     def count(layer: int, hidden: torch.Tensor) -> None:
@@ -332,7 +326,7 @@ def test_every_node_passes_every_layer_exactly_once(rows, nodes):
 def test_drafting_ends_early_where_the_draft_is_unsure(llama):
     sizes = {}
     for least in (0.0, 0.999):
-        watch = Watch(random_drafter(EarlyExit, llama, exit=1, rank=4, depth=4, width=2, min_prob=least))
+        watch = Watch(random_drafter(EarlyExit, llama, exit=1, rank=4, depth=4, width=2, min_prob=least).eval())
         speculative(llama, [PROMPT], Options(12), watch, 12)
         sizes[least] = max(int(tree.depth.max()) for _, tree in watch.seen)
     assert sizes[0.0] > sizes[0.999] == 1
@@ -380,7 +374,7 @@ def test_merged_tail_is_pefts_own_and_leaves_the_target_alone(family):
 
 @pytest.mark.parametrize("kind", [Feature, Medusa, SequentialHeads])
 def test_few_tokens_are_drafted_and_all_are_emitted(kind, llama):
-    drafter = random_drafter(kind, llama, draft_vocab=7)
+    drafter = random_drafter(kind, llama, draft_vocab=7).eval()
     drafter.drafts_only(torch.tensor([3, 60, 8, 41, 0, 22, 17]))
     drafter.eval()
     for temperature in (0.0, 1.0):
@@ -397,7 +391,7 @@ def test_few_tokens_are_drafted_and_all_are_emitted(kind, llama):
 )
 def test_a_broken_map_is_refused(ids, message, tmp_path):
     target = Target(tiny_model())
-    drafter = random_drafter(Feature, target, draft_vocab=3)
+    drafter = random_drafter(Feature, target, draft_vocab=3).eval()
     save_drafter(drafter, tmp_path / "d", target, "tiny", None, "")
     path = tmp_path / "d" / "drafter.safetensors"
     state = load_file(path)
@@ -578,7 +572,7 @@ ALL_AT_ONCE = (Medusa, SequentialHeads)  # these rank all depths together
 )
 def test_noise_is_that_of_the_drafted_position(kind, shape, llama, monkeypatch):
     """What children at depth d are ranked with is what the target will add where they would stand."""
-    drafter = random_drafter(kind, llama, **shape)
+    drafter = random_drafter(kind, llama, **shape).eval()
     watch, used, real = Watch(drafter), [], growth_module.perturbed
 
     def spy(logits: torch.Tensor, noise: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -604,7 +598,7 @@ def test_scores_that_are_no_numbers_change_nothing(llama):
         (EarlyExit, {"exit": 1, "rank": 2}),
         (Medusa, {}),
     ):
-        drafter = random_drafter(kind, llama, **shape)
+        drafter = random_drafter(kind, llama, **shape).eval()
         with torch.no_grad():
             for parameter in drafter.trained().values():
                 parameter.fill_(torch.nan)
@@ -630,7 +624,7 @@ def test_a_compiled_tree_is_as_deep_as_pays():
 def test_a_depth_costs_the_weights_that_it_reads(kind, llama):
     """Those of the draft layer and of its head, beside those of the target's layers and its head; what is read once for
     all depths, such as the product that fuses features, does not count."""
-    drafter = random_drafter(kind, llama, draft_vocab=8)
+    drafter = random_drafter(kind, llama, draft_vocab=8).eval()
     layer = drafter.layer.midlayer if kind is Eagle3 else drafter.layer.tail.target.layers[-1]
     numbers = [sum(p.numel() for p in part.parameters()) for part in (layer, llama.layers, llama.lm_head)]
     assert drafter.depth_cost(llama) == (numbers[0] + 8 * llama.hidden_size) / (numbers[1] + numbers[2])

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import VOCAB, made, randomize, refused, tiny_model
+from conftest import VOCAB, random_drafter, refused, tiny_model
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -38,8 +38,7 @@ PLAIN: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id
 @pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def spec(request) -> Spec:
     target = Target(tiny_model(request.param))
-    drafter = made("medusa", target, heads=3, rank=4)
-    randomize(drafter)
+    drafter = random_drafter("medusa", target, heads=3, rank=4)
     return Spec(target, drafter)
 
 
@@ -308,6 +307,24 @@ def test_prefix_functions_meet_only_texts_that_occur(spec):
         spec.target.model.generate(
             ids, custom_generate=spec, **{**PLAIN, **settings, "prefix_allowed_tokens_fn": lambda row, prefix: []}
         )
+
+
+def test_samples_of_a_prompt_share_its_constraint(spec):
+    """And where other rules leave nothing of what is allowed, the constraint holds, as in transformers."""
+    ids, mask = padded("left")
+    met, end = set(), int(spec.target.model.generation_config.eos_token_id or 3)
+
+    def only(row: int, prefix: Tensor) -> list[int]:
+        met.add(row)
+        return [end] if row else [5, 6]
+
+    settings = {**PLAIN, "attention_mask": mask, "prefix_allowed_tokens_fn": only, "eos_token_id": end}
+    settings |= {"do_sample": True, "num_return_sequences": 3, "min_new_tokens": 4, "max_new_tokens": 6}
+    settings["pad_token_id"] = 0
+    made = spec.target.model.generate(ids, custom_generate=spec, **settings)[:, ids.shape[1] :]
+    assert met == set(range(len(ids)))
+    assert set(made[:3].flatten().tolist()) <= {5, 6}
+    assert (made[3:, 0] == end).all()
 
 
 def test_criteria_given_by_the_user_count(spec):

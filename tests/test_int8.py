@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import made, randomize, refused, save_tiny, tiny_model
+from conftest import made, random_drafter, refused, save_tiny, tiny_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -135,8 +135,7 @@ def test_a_drafter_of_other_weights_loads_with_a_line(folder, tmp_path, capsys):
     from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
 
     target, tokenizer = load_target(folder, "bfloat16")
-    drafter = made("feature", target, rank=4, train="lora", draft_vocab=64)
-    randomize(drafter)
+    drafter = random_drafter("feature", target, rank=4, train="lora", draft_vocab=64)
     save_drafter(drafter, tmp_path / "drafter", target, folder, tokenizer, "For tests.")
     small, _ = load_target(folder, "int8")
     loaded = load_drafter(tmp_path / "drafter", small, tokenizer)

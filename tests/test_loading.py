@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import made, randomize, refused, save_tiny, tiny_model
+from conftest import made, random_drafter, refused, save_tiny, tiny_model
 from families import build
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, QuantoConfig
@@ -33,8 +33,7 @@ PROMPTS = ["def main():", "import os\nclass"]
 
 def with_heads(folder: Path, source: Any, name: str, **loading: Any) -> Path:
     target, tokenizer = load_target(source, **loading)
-    drafter = made("medusa", target, heads=3, rank=4)
-    randomize(drafter)
+    drafter = random_drafter("medusa", target, heads=3, rank=4)
     save_drafter(drafter, folder, target, name, tokenizer, "For tests.")
     return folder
 

@@ -60,6 +60,7 @@ def test_off_by_default_and_named_in_the_result(heads_folder):
     assert exact.token_ids == spec.autoregressive(prompts, max_new_tokens=40, lossy="top_k:30").token_ids
     loose = spec.generate(prompts, max_new_tokens=40, nodes=12, lossy="top_k:30")
     assert (loose.lossy.name, loose.lossy.altered > 0) == ("top_k:30", True)
+    assert loose.stats.exact == "no: by a lossy rule"
     assert loose.token_ids != exact.token_ids
     assert loose.stats.passes < exact.stats.passes
 
@@ -118,6 +119,7 @@ def test_what_is_forbidden_stays_forbidden(heads_folder):
     banned = sorted(set(free))[: len(set(free)) // 2]
     made = spec.target.model.generate(ids, bad_words_ids=[[token] for token in banned], **settings)[0, 4:].tolist()
     assert not set(made) & set(banned)
+    assert spec.target.model.generate(ids, return_dict_in_generate=True, **settings).lossy.altered > 0
     rule = Lossy("top_k:5")
     forbidden = LOGITS.clone()
     forbidden[0, 1] = -torch.inf

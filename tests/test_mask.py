@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, Watch, made, randomize, tiny_model
+from conftest import VOCAB, Watch, made, random_drafter, tiny_model
 from families import FAMILIES, build
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
@@ -38,8 +38,7 @@ def trees(vocab: int, rows: int) -> tuple[DraftTree, tuple[Tensor, ...]]:
 def test_tree_rows_are_the_targets_own(name):
     """Logits with mask slots and without, in float64, behind prompts of different lengths."""
     target = Target(build(name))
-    drafter = made("mask", target, masks=3, rank=4, correction=0)
-    randomize(drafter)
+    drafter = random_drafter("mask", target, masks=3, rank=4, correction=0)
     drafter.eval()
     tree, (tokens, parents, *_) = trees(target.vocab_size, 2)
     found = []
@@ -159,8 +158,7 @@ def test_passes_follow_what_is_changed_in_the_model(change):
     """A pass with mask slots verifies too."""
     model = tiny_model()
     target, options = Target(model), Options(24)
-    drafter = made("mask", target, masks=3, rank=4)
-    randomize(drafter)
+    drafter = random_drafter("mask", target, masks=3, rank=4)
     drafter.eval()
     before = speculative(target, PROMPTS, options, drafter, 9).token_ids
     if change == "hook":
@@ -183,8 +181,7 @@ def test_passes_follow_what_is_changed_in_the_model(change):
 @pytest.mark.parametrize("adapter", ["lora", "vectors"])
 def test_two_rows_draft_in_every_second_pass(adapter):
     target = Target(tiny_model())
-    drafter = made("mask", target, masks=3, rank=4, adapter=adapter)
-    randomize(drafter)
+    drafter = random_drafter("mask", target, masks=3, rank=4, adapter=adapter)
     watch = Watch(drafter.eval())
     options = Options(12)
     result = speculative(target, PROMPTS[:1], options, watch, 2)
@@ -195,8 +192,7 @@ def test_two_rows_draft_in_every_second_pass(adapter):
 
 def test_a_lossy_rule_is_shown_no_mask_slot():
     target = Target(tiny_model())
-    drafter = made("mask", target, masks=3, rank=4)
-    randomize(drafter)
+    drafter = random_drafter("mask", target, masks=3, rank=4)
     rule = Lossy("top_k:3")
     result = speculative(target, PROMPTS, Options(24, relaxed=rule), drafter.eval(), 9)
     assert sum(map(len, result.token_ids)) == 2 * 24

@@ -266,6 +266,10 @@ def test_a_shipped_module_is_trained_further_and_kept_whole(tmp_path):
     assert found == speculative(spec.target, PROMPTS, Options(16), again, 8).stats.calls
     name = "layer.tail.parts.0.mlp.gate.e_score_correction_bias"
     assert torch.equal(again.saved_buffers()[name], spec.drafter.saved_buffers()[name])
+    spec.target.saved_dtype = torch.bfloat16  # in which weights are kept, not the bias
+    save_drafter(spec.drafter, tmp_path / "half", spec.target, "tiny", None, "")
+    kept_bias = load_file(tmp_path / "half" / "drafter.safetensors")[name]
+    assert torch.equal(kept_bias, spec.drafter.saved_buffers()[name])
     bias = model.get_decoder().layers[-1].mlp.gate.e_score_correction_bias
     kept: Any = spec.target.layers[-1].get_submodule("mlp.gate")
     assert torch.equal(kept.e_score_correction_bias, bias.to(kept.e_score_correction_bias.dtype))

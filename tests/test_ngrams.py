@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, Watch, made, randomize, refused, tiny_model
+from conftest import VOCAB, Watch, made, random_drafter, refused, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -262,8 +262,7 @@ def test_a_members_tree_without_scores_is_named(llama):
 
 
 def test_hybrids_that_can_not_be_are_refused(llama, heads_folder):
-    early = made("early_exit", llama, rank=2)
-    randomize(early)
+    early = random_drafter("early_exit", llama, rank=2)
     hybrid = Hybrid(llama, {"prompt_lookup": made("prompt_lookup", llama)})
     for kind, member in (("lookahead", made("lookahead", llama)), ("early_exit", early.eval()), ("hybrid", hybrid)):
         with pytest.raises(ValueError, match=rf"drafter 'x' \({kind}\) can not share a tree"):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import made, randomize, refused, save_tiny
+from conftest import made, random_drafter, randomize, refused, save_tiny
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import selfspec
@@ -69,8 +69,7 @@ def test_what_quanto_makes_is_served_or_refused_by_name(tmp_path, tokenizer, cap
     with pytest.raises(ValueError, match=r"quanto's int4 or int2, which .* quanto's int8 and float8 are served"):
         load_target(folder, quantization_config=QuantoConfig(weights="int4"))
     plain, _ = load_target(folder)
-    drafter = made("medusa", plain, heads=2, rank=4)
-    randomize(drafter)
+    drafter = random_drafter("medusa", plain, heads=2, rank=4)
     save_drafter(drafter, tmp_path / "heads", plain, folder, tokenizer, "For tests.")
     for weights in ("int8", "float8"):  # heads of the weights before they were quantized
         spec = selfspec.load(str(tmp_path / "heads"), quantization_config=QuantoConfig(weights=weights))
@@ -81,8 +80,9 @@ def test_what_quanto_makes_is_served_or_refused_by_name(tmp_path, tokenizer, cap
         selfspec.load(str(tmp_path / "heads"), target=other, quantization_config=QuantoConfig(weights="int8"))
 
 
-def _write_gguf(gguf: Any, file: Path, kind: Any) -> None:
-    """A Qwen2 of two layers with a vocabulary of bytes, its matrices in this form."""
+def _write_gguf(gguf: Any, file: Path, kind: Any, left_out: str = "", factors: float | None = None) -> None:
+    """A Qwen2 of two layers with a vocabulary of bytes, its matrices in this form. left_out: how names of tensors begin
+    that are not written; factors: of rotary frequencies, as of Llama 3."""
     vocab, width, generator = [chr(33 + i) for i in range(93)] + ['!"', "<s>", "</s>"], 64, np.random.default_rng(0)
     writer = gguf.GGUFWriter(file, "qwen2")
     writer.add_block_count(2)
@@ -107,7 +107,11 @@ def _write_gguf(gguf: Any, file: Path, kind: Any) -> None:
         sizes |= {f"{layer}{name}": (width // 2, width) for name in ("attn_k", "attn_v")}
         sizes |= {f"{layer}ffn_down": (width, width)}
         sizes |= {f"{layer}attn_q.bias": (width,), f"{layer}attn_k.bias": (width // 2,), f"{layer}attn_v.bias": (32,)}
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.full(8, factors, np.float32))
     for name, shape in sizes.items():
+        if left_out and name.startswith(left_out):
+            continue
         name = name if name.endswith(".bias") else f"{name}.weight"
         values = generator.standard_normal(shape, np.float32) * (0.2 if len(shape) > 1 else 1)
         if len(shape) == 1:
@@ -145,6 +149,18 @@ def test_a_gguf_file_in_float16_keeps_its_digits(tmp_path, monkeypatch):
     _write_gguf(gguf, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F16)
     target, _ = load_target(str(tmp_path / "tiny.gguf"))
     assert target.dtype == torch.float32
+
+
+def test_a_gguf_file_that_is_read_in_part_is_refused(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    kind = gguf.GGMLQuantizationType.Q8_0
+    _write_gguf(gguf, tmp_path / "part.gguf", kind, left_out="blk.1.")
+    refused(r"no weights for model\.layers\.1\..*merge the parts", load_target, str(tmp_path / "part.gguf"))
+    _write_gguf(gguf, tmp_path / "llama3.gguf", kind, factors=8.0)
+    refused("scales positions by rope_freqs", load_target, str(tmp_path / "llama3.gguf"))
+    _write_gguf(gguf, tmp_path / "plain.gguf", kind, factors=1.0)
+    assert load_target(str(tmp_path / "plain.gguf"))[0].n_layers == 2
 
 
 def test_a_gguf_file_that_is_damaged_or_has_no_room(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Instructions and evaluation sets: every generator's checker, the chat template, files as others publish them."""
 
+import copy
 import json
 import re
 from collections import Counter
@@ -20,7 +21,7 @@ from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
-from selfspec.data.chat import Chat
+from selfspec.data.chat import TEMPLATE, Chat
 from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import Document, PythonSource
 from selfspec.data.cut_prompts import sample_prompts
@@ -76,6 +77,8 @@ def test_an_edit_is_right_where_nothing_else_changed():
         given_code = code_of(turn.question)
         assert turn.check(turn.answer), edit
         assert turn.check(f"Sure!\n\n{turn.answer}\nDone."), edit
+        assert turn.check(turn.answer.replace("```", "~~~")), edit
+        assert turn.check(f"{turn.answer[:-4]}```\nDone."), edit
         assert not turn.check(f"```\n{given_code}\n```"), edit  # nothing was done
         assert not turn.check("```python\npass\n```"), edit
         if edit.group != "reformat":
@@ -105,6 +108,15 @@ def test_the_first_of_more_are_the_same(held_out):
     for group in ("edit",):
         refused("none of a thousand functions", instructions, documented, [group], 4, 0)
     refused("too few to make instructions of", pool, [], "train")
+
+
+def test_a_template_without_a_system_role_gets_none(held_out, chatty):
+    plain = copy.deepcopy(chatty)
+    plain.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + TEMPLATE
+    asked = instructions(held_out, ["extract"], 20, 0)
+    made = [conversations(asked, ChatTemplate(tokenizer), 0) for tokenizer in (chatty, plain)]
+    systems = [sum("<|system|>" in document.text for document in documents) for documents in made]
+    assert (systems[0] > 0, systems[1]) == (True, 0)
 
 
 def test_spans_are_the_generation_tags_of_the_template(held_out, chatty):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RandomTrees, made, randomize, refused
+from conftest import RandomTrees, made, random_drafter, randomize, refused
 from families import FAMILIES, RECURRENT, VOCAB, build
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -253,8 +253,7 @@ def test_documents_under_autocast(name):
 def test_a_draft_layer_with_a_state_moves_on():
     """The feature head's own layer is Mamba2's: its state follows what was accepted, as its training expects."""
     target = Target(build("Mamba2"))
-    head = made("feature", target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0)
-    randomize(head)
+    head = random_drafter("feature", target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0)
     head.eval()
     first = PROMPTS[0] + autoregressive(target, PROMPTS[:1], Options(20, Sampling(0.0))).token_ids[0]
     drafts: list[list[int]] = []

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import made, randomize, refused
+from conftest import made, random_drafter, refused
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import selfspec
@@ -99,8 +99,7 @@ def test_every_kind_loads_in_a_fresh_process(tmp_path, tiny_folder):
     target, tokenizer = load_target(tiny_folder)
     folders = []
     for kind, settings in KINDS.items():
-        drafter = made(kind, target, **settings)
-        randomize(drafter)
+        drafter = random_drafter(kind, target, **settings)
         save_drafter(drafter, tmp_path / kind / "drafter", target, tiny_folder, tokenizer, "")
         folders.append(str(tmp_path / f"{kind}-exported"))
         export(str(tmp_path / kind), "transformers", folders[-1])

@@ -181,6 +181,17 @@ def test_failures_are_counted_and_kept_beside(pair, fake, tmp_path):
     refused(r"more than data.errors=0", asking(pair, fake, tmp_path, errors=0).write)
 
 
+def test_a_request_at_which_a_server_always_fails_is_a_failure(pair, fake, tmp_path):
+    """And not one at which all fail: others are answered meanwhile."""
+    fake.fails, fake.finish = "question 2 0", "length"
+    data = asking(pair, fake, tmp_path, errors=1, patience=20.0)
+    data.write()
+    (failed,) = [json.loads(line) for line in (data.place / "failed.jsonl").read_text().splitlines()]
+    assert failed["id"] == 2
+    assert "status 500" in failed["why"]
+    assert len(list(data.records())) == 5
+
+
 def test_its_own_questions(pair, fake, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "usable", lambda question, tokenizer: True)
     fake.finish = "stop"
@@ -273,12 +284,13 @@ def test_a_damaged_line_costs_its_answer_alone(pair, fake, tmp_path, capsys):
     assert len({body["seed"] for body in fake.asked[before:]}) == 2
 
 
-def test_tools_stay_as_they_are(pair, fake, tmp_path):
+@pytest.mark.parametrize("found", ["found", ""])
+def test_tools_stay_as_they_are(found, pair, fake, tmp_path):
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
     turns = [
         {"role": "user", "content": "look it up"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "found"},
+        {"role": "tool", "content": found},
         {"role": "assistant", "content": "old"},
     ]
     tools = [{"type": "function", "function": {"name": "look"}}]
@@ -289,6 +301,7 @@ def test_tools_stay_as_they_are(pair, fake, tmp_path):
     assert fake.asked[0]["tools"] == tools
     record = next(record for _, record in data.records())
     assert record["messages"][1]["tool_calls"] == [call]
+    assert record["messages"][2] == turns[2]
     assert record["messages"][-1]["content"] != "old"
 
 

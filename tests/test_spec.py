@@ -201,8 +201,8 @@ def test_a_result_says_why_each_row_ended(spec, heads_folder):
     text = spec.generate("one two three", max_new_tokens=12).text
     assert spec.generate(["one two three"] * 2, max_new_tokens=12).finish_reasons == ["length"] * 2
     assert spec.generate("one two three", max_new_tokens=12, stop=text[:3]).finish_reasons == ["stop"]
-    across = text[:1]  # a stop string that begins in the prompt
-    assert spec.generate("one two three", max_new_tokens=12, stop=f"three{across}").finish_reasons == ["stop"]
+    across = text[:1]  # a stop string that begins in the prompt is none of the answer
+    assert spec.generate("one two three", max_new_tokens=12, stop=f"three{across}").finish_reasons == ["length"]
     spec = selfspec.load(str(heads_folder))
     token = spec.generate([[5, 9, 2]], 4).token_ids[0][2]
     spec.target.model.generation_config.eos_token_id = [token]
@@ -456,10 +456,14 @@ def test_words_of_other_libraries(llama):
 def test_keywords_win_over_a_generation_config(llama):
     spec = Spec(llama, made("prompt_lookup", llama))
     greedy = GenerationConfig(max_new_tokens=9, do_sample=False)
-    warm = spec.generate([[5, 9, 2]], 6, temperature=1.0, seed=3)
     config = spec.generate([[5, 9, 2]], generation_config=greedy, max_tokens=6, do_sample=True, seed=3)
+    warm = spec.generate([[5, 9, 2]], 6, temperature=1.0, top_k=50, seed=3)  # transformers' default beside a config
     assert config.token_ids == warm.token_ids
     assert warm.__bool__()
+    cool = GenerationConfig(max_new_tokens=6, do_sample=False, temperature=0.3, top_k=7)
+    found = spec.generate([[5, 9, 2]], generation_config=cool, do_sample=True, seed=3)
+    assert found.token_ids == spec.generate([[5, 9, 2]], 6, temperature=0.3, top_k=7, seed=3).token_ids
+    assert cool.do_sample is False
 
 
 def test_a_prompt_that_fills_the_context_is_no_short_answer(llama):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import made, randomize, tiny_model
+from conftest import random_drafter, tiny_model
 from safetensors.torch import load_file
 
 from selfspec.checkpoints.formats import block, eagle3
@@ -34,8 +34,7 @@ P_EAGLES: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def test_p_eagle_drafts_as_speculators_trains_it(form, tmp_path, monkeypatch):
     target = Target(tiny_model(dtype=torch.float64, num_hidden_layers=4))
-    drafter = made("eagle3", target, layers=[0, 2], depth=4, parallel=True, **P_EAGLES[form])
-    randomize(drafter)
+    drafter = random_drafter("eagle3", target, layers=[0, 2], depth=4, parallel=True, **P_EAGLES[form])
     drafter.eval()
     eagle3.write(drafter, target, tmp_path, "speculators", "target")
     found = json.loads((tmp_path / "config.json").read_text())
@@ -80,8 +79,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def test_dspark_drafts_as_speculators_trains_it(form, tmp_path, monkeypatch):
     target = Target(tiny_model(dtype=torch.float64, num_hidden_layers=4))
-    drafter = made("block", target, size=5, layers=[0, 2], **BLOCKS[form])
-    randomize(drafter)
+    drafter = random_drafter("block", target, size=5, layers=[0, 2], **BLOCKS[form])
     if drafter.vocabulary is not None:
         drafter.drafts_only(torch.arange(3, 43, 2))
     block.write(drafter.eval(), target, tmp_path)
@@ -129,8 +127,7 @@ def test_dspark_drafts_as_speculators_trains_it(form, tmp_path, monkeypatch):
 @torch.no_grad()
 def test_p_eagle_decodes_what_it_was_trained_for(form):
     target = Target(tiny_model(dtype=torch.float64, num_hidden_layers=4))
-    drafter = made("eagle3", target, layers=[0, 2], depth=4, parallel=True, **P_EAGLES[form])
-    randomize(drafter)
+    drafter = random_drafter("eagle3", target, layers=[0, 2], depth=4, parallel=True, **P_EAGLES[form])
     drafter.eval()
     features = target.text(TEXT, False, reads=drafter.reads).features
     for at in (1, 5, 10):

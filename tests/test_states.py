@@ -31,7 +31,16 @@ from selfspec.drafters.base import Trained
 from selfspec.drafters.registry import build, config_class, drafter_class
 from selfspec.integrations import serve_target
 from selfspec.integrations.export import export
-from selfspec.integrations.serve_target import acceptance, described, probe, record, server_command, serves, untrained
+from selfspec.integrations.serve_target import (
+    acceptance,
+    described,
+    probe,
+    record,
+    server_command,
+    serves,
+    shown_command,
+    untrained,
+)
 from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.recorded import posterior_noise, recorded_samples
 from selfspec.training.states import behind_layers, key_of, wanted_layers, write_about
@@ -321,7 +330,7 @@ def test_prefetching_is_bounded(parts, fake):
     fake.layers = wanted_layers((1,), LAYERS)
     one = 20 * 2 * parts.hidden_size * 4  # bytes of a document's states
     states = FromServer(parts, (1,), Servers((fake.url,)), None, 3.5 * one / 1e9)
-    batches = Ahead(Packed(corpus, 20, 1, 0), states, 30)
+    batches = Ahead(Packed(corpus, 20, 1, 0), states, 30, None)
     for step in range(30):
         batches.prepare(step)
         features = states.features(batches(step))
@@ -463,6 +472,9 @@ def test_states_that_a_run_has_kept(folder, whole, parts, tmp_path):
     assert json.loads((place / "states.json").read_text())["layers"] == [
         int(path.stem.removeprefix("layer_")) + 1 for path in sorted(place.glob("layer_*.states"))
     ]
+    for path in place.glob("layer_*.done"):  # a second training that has only begun
+        if int(path.stem.removeprefix("layer_")) not in states.columns:
+            path.write_bytes(bytes(path.stat().st_size))
     run_training(training(tmp_path, folder, str(place), "eagle3"), tmp_path / "third")
     assert len(losses(tmp_path / "third")) == 20
     text = states.folder / f"layer_{states.layers[0] - 1}.states"
@@ -539,6 +551,7 @@ def test_commands_of_a_server(folder, tmp_path, monkeypatch):
     assert "ExampleHiddenStatesConnector" in " ".join(words)
     assert "--no-enable-chunked-prefill" in words
     assert environment == {"CUDA_VISIBLE_DEVICES": "1,2,3,4"}
+    assert shown_command({"PYTHONPATH": "/my path"}, ["python", "a b"]) == "PYTHONPATH='/my path' python 'a b'"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8,9,10,11")
     assert server_command(*plan, [2])[0] == {"CUDA_VISIBLE_DEVICES": "5,6,7,8"}
     environment, words = server_command(*plan)

@@ -16,7 +16,7 @@ from selfspec.cli.training_runs import run_training
 from selfspec.core.target import Target
 from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import PythonSource
-from selfspec.data.own_questions import Template, first_paragraph
+from selfspec.data.own_questions import Template, answer_temperature, first_paragraph
 from selfspec.training import conversations
 from selfspec.training import synthetic as module
 from selfspec.training.conversations import Conversation, Rules, write_conversations
@@ -278,3 +278,10 @@ def test_a_question_that_a_paragraph_ended_keeps_its_words(pair):
 
 def test_they_are_not_measured_with():
     refused(r"data=synthetic is for training.*decode.questions", Synthetic().evaluation)
+
+
+@pytest.mark.parametrize(("openings", "conversations"), [(1, 64), (10, 128), (76, 512)])
+def test_each_opening_is_answered_greedily_and_sampled(openings, conversations):
+    for opening in range(openings):
+        drawn = [answer_temperature(i, 0.5, openings) for i in range(opening, conversations, openings)]
+        assert 0.25 <= sum(drawn) / len(drawn) <= 0.75

@@ -55,6 +55,7 @@ def _identity(target: Target, rows: int) -> Figures:
     return {
         "device": device_name(target.device),
         "target": target.name,
+        "parameters": sum(p.numel() for p in target.model.parameters()),  # those of an adapter too
         "dtype": target.dtype_name,
         "rows": rows,
         "context": _context(target, rows),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 
 from selfspec.budget.cost import LARGEST, SECONDS, forget, pass_costs, saved_costs
 from selfspec.budget.policy import Auto, Experience, Forecast, unmeasured
@@ -15,19 +16,22 @@ _PASSES, _STALE = 16, 3  # passes of a call that is held against measured costs,
 
 
 class Learned:
-    """past: by whether a call samples and its rows, costs of passes and what earlier calls taught; decoded: seconds of
-    all calls so far that compiled nothing; due: of them, before the cost of a pass is measured."""
+    """past: by `_of`, costs of passes and what earlier calls taught; decoded: seconds of all calls so far that compiled
+    nothing; due: of them, before the cost of a pass is measured."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
+        self.past: dict[Hashable, tuple[list[float], Experience]] = {}
         self.decoded, self.due = 0.0, SECONDS
+
+    def _of(self, rows: int, sampled: bool) -> Hashable:
+        return sampled, rows, self.target.engine.name, self.target.rebuilt
 
     def budget(self, drafter: Drafts, rows: int, sampled: bool, max_new_tokens: int) -> tuple[Drafts, int, Forecast]:
         """Who drafts in a call of so many rows and new tokens, with how many nodes at most, and what it expects. Before
         costs are known, small trees; they are measured once calls have taken as long as that takes, unless other
         programs run beside."""
-        if (sampled, rows) not in self.past:
+        if (key := self._of(rows, sampled)) not in self.past:
             which = self.target, rows, sampled
             small = drafter, unmeasured(self.target.device), Forecast(measured=False)
             late = self.target.device.type == "cpu" and crowded()  # measuring would take minutes, and be wrong
@@ -37,8 +41,8 @@ class Learned:
             if saved_costs(*which) is None:  # the machine was busy: again after twice as many calls
                 self.decoded, self.due = 0.0, 2 * self.due
                 return small
-            self.past[sampled, rows] = costs, Experience()
-        (costs, past), forecast = self.past[sampled, rows], Forecast()
+            self.past[key] = costs, Experience()
+        (costs, past), forecast = self.past[key], Forecast()
         return Auto(drafter, costs, past, forecast, max_new_tokens), LARGEST, forecast
 
     def add_call(self, stats: Stats) -> None:
@@ -48,9 +52,9 @@ class Learned:
     def drop_stale_costs(self, stats: Stats, rows: int, sampled: bool) -> None:
         """Drop measured costs that the passes of a call are far below. A machine that is busy throughout makes all
         costs too high by the same factor, so that the costs alone look plausible."""
-        if (sampled, rows) not in self.past or stats.compiled or stats.calls < _PASSES:
+        if (key := self._of(rows, sampled)) not in self.past or stats.compiled or stats.calls < _PASSES:
             return
-        if _STALE * stats.seconds_target < stats.calls * self.past[sampled, rows][0][0]:
+        if _STALE * stats.seconds_target < stats.calls * self.past[key][0][0]:
             print("auto: passes take a third of what was measured or less; it is measured again", file=sys.stderr)
             forget(self.target, rows, sampled)
-            del self.past[sampled, rows]
+            del self.past[key]

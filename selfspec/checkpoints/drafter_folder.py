@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from selfspec import __version__
 from selfspec.checkpoints.card import card
 from selfspec.checkpoints.embedded import TARGETS
 from selfspec.checkpoints.formats.files import fill, read_tensors
@@ -62,7 +63,8 @@ def save_drafter(
     target_name = _portable(target_name, folder)
     with atomic(folder) as scratch:
         scratch.mkdir(parents=True)
-        state = {name: _at_rest(t, target.saved_dtype) for name, t in own_state(drafter).items()}
+        kept = drafter.saved_buffers()  # such as a router's bias, which is float32 in any model
+        state = {n: _at_rest(t, t.dtype if n in kept else target.saved_dtype) for n, t in own_state(drafter).items()}
         save_file(state, scratch / "drafter.safetensors")
         for name, module in adapters(drafter).items():
             out = scratch / "lora" / name
@@ -93,7 +95,8 @@ def save_drafter(
             "calibration": {mode: asdict(found) for mode, found in drafter.calibration.items()},
             "files": {name: hashlib.sha256((scratch / name).read_bytes()).hexdigest() for name in files},
             "versions": {
-                name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft", "selfspec")
+                **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")},
+                "selfspec": __version__,
             },
         }
         (scratch / "drafter.json").write_text(json.dumps(meta, indent=1) + "\n")

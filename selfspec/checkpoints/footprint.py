@@ -48,7 +48,7 @@ def _training(home: Path) -> dict[str, float] | None:
 
 
 def _disk(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in (".safetensors", ".bin", ".pt"))
 
 
 def held_bytes(part: nn.Module, beside: nn.Module) -> int:

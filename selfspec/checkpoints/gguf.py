@@ -9,6 +9,7 @@ import shutil
 import sys
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
+from typing import Any
 
 from selfspec.utils.files import atomic, cache_folder
 
@@ -55,18 +56,31 @@ def _convert(file: Path, folder: Path) -> None:
 
     whole = GgufConfig(dequantize=True, gguf_file=file.name)
     try:
-        widest = {tensor.tensor_type.name for tensor in GGUFReader(file).tensors if len(tensor.shape) > 1}
+        reader = GGUFReader(file)
+        widest = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
         dtype = torch.float32 if widest <= {"F32", "F16"} else torch.bfloat16
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=dtype, quantization_config=whole
+        tensors = [tensor for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
+        factors = [tensor.name for tensor in tensors if (tensor.data != 1).any()]
+        kinds = {name: field.contents() for name, field in reader.fields.items() if name.endswith("rope.scaling.type")}
+        factors += [name for name, kind in kinds.items() if kind != "none" and not name.startswith("gpt-oss")]
+        if factors:  # transformers reads neither, and would place tokens elsewhere
+            raise NotImplementedError(f"scales positions by {factors[0]}, which is not read; take the model's folder")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=dtype, quantization_config=whole, output_loading_info=True
         )
+        model, report = loaded
+        if drawn := sorted(report["missing_keys"]):
+            why = f"holds no weights for {', '.join(drawn[:3])}"
+            raise NotImplementedError(f"{why}; merge the parts of a split file: llama-gguf-split --merge")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except NotImplementedError as error:
+        raise ValueError(f"target {str(file)!r} {error}") from error
     except Exception as error:  # of two libraries, for damaged files of many kinds
         raise ValueError(
             f"target {str(file)!r} is damaged or cut off: {type(error).__name__}: {error!s:.300}"
         ) from error
     model.config.__dict__.pop("quantization_config", None)  # it is a plain model now, and saved as one
-    model.hf_quantizer = None  # type: ignore[assignment]
+    model.hf_quantizer = None
     with atomic(folder) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)

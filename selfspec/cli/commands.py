@@ -8,13 +8,17 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Command:
     """what: it does; example: its arguments; script: the same in a clone; config: of configs/, for those whose
-    options are Hydra's; drafter: how it takes `drafter`, as a name or (in training) as a group of options."""
+    options are Hydra's."""
 
     what: str
     example: str
     script: str = ""
     config: str = ""
-    trains: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether it takes `drafter` as a group of options, not as a name."""
+        return self.config == "train"
 
 
 COMMANDS = {
@@ -22,15 +26,12 @@ COMMANDS = {
         "complete a prompt by speculative decoding",
         "'Which is larger, 9 or 7?' --chat --drafter tiny-medusa+prompt_lookup --color",
     ),
-    "train": Command(
-        "train a drafter on a frozen target", "+experiment=demo name=mine", "train/heads.py", "train", trains=True
-    ),
+    "train": Command("train a drafter on a frozen target", "+experiment=demo name=mine", "train/heads.py", "train"),
     "distill": Command(
         "write a training's self-distillation data, and train nothing",
         "+experiment=tiny_medusa name=texts",
         "train/distill.py",
         "train",
-        trains=True,
     ),
     "target": Command(
         "train a small target and its tokenizer from scratch", "+experiment=tiny_target", "train/target.py", "target"

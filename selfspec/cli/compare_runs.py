@@ -79,6 +79,9 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     changing = ("drafters", "nodes", "temperatures", "groups", "methods", "results", "summary")
     if not run.compare.drafters:
         raise ValueError("compare.drafters is empty; give at least one")
+    known = {group for groups in (*SETS.values(), *map(groups_of, run.compare.questions)) for group in groups}
+    if unknown := set(run.compare.groups or ()) - known:
+        raise ValueError(f"compare.groups holds {sorted(unknown)}; known are {', '.join(sorted(known))}")
     free = tuple(f"compare.{key}" for key in changing)
     with run_folder(config, folder, begun, free) as plain:
         if begun == earlier:
@@ -111,13 +114,13 @@ def _comparison(
     drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
     engines = made_with(run.compare.peers, run.target) if run.compare.peers else None
     others, kept = {name: made_with([name], run.target) for name in run.compare.peers}, read_records(path)
-    check_origin(folder, path, target, drafters, {each.arm for each in kept}, others)
     specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
     draft_model = None
     if run.compare.draft_model is not None:
         draft_target = load_target(run.compare.draft_model, run.dtype, run.device)[0]
         draft_model, model = draft_target.model, f"{run.compare.draft_model} {target_hash(draft_target)[:16]}"
-        check_origin(folder, path, target, {}, {each.arm for each in kept}, {"hf_assisted": model})
+        others["hf_assisted"] = model
+    check_origin(folder, path, target, drafters, {each.arm for each in kept}, others)
     prompts = _compared(next(iter(specs.values())), config.data, run.compare)
     (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
     with RunLog(folder, run, plain, "figures.jsonl") as log:

@@ -48,7 +48,7 @@ from selfspec.evaluation.tables import audit_report, limits_tables
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, spread, write_samples
 from selfspec.utils.exactness import ROUNDED
 from selfspec.utils.files import Figures, mean, section, shown, write_section, write_text
-from selfspec.utils.machine import device_type
+from selfspec.utils.machine import check_device, default_device, device_type, dtype_name
 from selfspec.utils.tracking import RunLog
 
 Column = Callable[[Figures, list[Record]], object]  # of another package, see `_own_columns`
@@ -274,8 +274,10 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
     else:
         if run.dtype == "int8":
             raise ValueError("dtype=int8 is not for random weights; give limits.config another dtype, or a target")
-        dtype = torch.bfloat16 if run.dtype == "auto" else getattr(torch, run.dtype)
-        model = random_model(run.limits.config, dtype, run.device)
+        dtype = torch.bfloat16 if run.dtype == "auto" else getattr(torch, dtype_name(run.dtype))
+        device = default_device() if run.device in (None, "auto") else str(run.device)
+        check_device(device)
+        model = random_model(run.limits.config, dtype, device)
         name = f"random weights of {run.limits.config}"
         makers = {
             drafter: partial(shaped_as, drafter_folder(drafter), trust=run.trust_code)

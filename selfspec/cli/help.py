@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from selfspec.cli.commands import COMMANDS, Command
+from selfspec.cli.commands import COMMANDS
 from selfspec.cli.source import PACKAGE, names_of
 
 SCHEMAS = {c.config: f"{c.config.title()}Run" for c in COMMANDS.values() if c.config}  # of configs/NAME.yaml
@@ -30,11 +30,6 @@ def config_folder() -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
-def _classes(schema: type) -> list[type]:
-    """A dataclass and those it derives from, the first of them first."""
-    return [part for part in reversed(schema.__mro__) if is_dataclass(part)]
-
-
 def _default(part: Field[Any]) -> str:
     """A field's default as YAML has it."""
     return _yaml(part.default if part.default_factory is MISSING else part.default_factory())
@@ -50,7 +45,7 @@ def described(schema: type) -> dict[str, str]:
     """What the docstrings of a dataclass and of those it derives from say of its fields: `name: text` or
     `name, name: text`, one after the other."""
     names, texts = {part.name for part in fields(schema)}, dict[str, str]()
-    for kind in _classes(schema):
+    for kind in filter(is_dataclass, reversed(schema.__mro__)):
         text = " ".join((kind.__doc__ or "").split())
         text = "" if text.startswith(f"{kind.__name__}(") else text  # dataclass's own
         marks = list(re.finditer(r"(?<![\w.])(\w+(?:, \w+)*(?: and \w+)?): ", text))
@@ -141,8 +136,9 @@ def _defaults(config: str) -> dict[str, str]:
     return {key: _YAML.get(value, value) for key, value in pairs} | inner
 
 
-def page(name: str, command: Command) -> str:
-    """The text of one command."""
+def text(name: str) -> str:
+    """The help of a command by its name."""
+    command = COMMANDS[name]
     lines = [f"selfspec {name}: {command.what}", "", f"  selfspec {name} {command.example}"]
     lines += [f"  python {command.script} {command.example}   (the same, in a clone)", "", _HYDRA]
     set_here = _defaults(command.config)
@@ -171,8 +167,3 @@ def _lines(rows: list[Row]) -> list[str]:
             head = ""
         lines += [f"  {head:<{_AT - 2}}{first}".rstrip(), *(" " * _AT + line for line in more)]
     return lines
-
-
-def text(name: str) -> str:
-    """The help of a command by its name."""
-    return page(name, COMMANDS[name])

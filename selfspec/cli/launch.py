@@ -48,7 +48,8 @@ def launch(name: str, config_name: str, trains: bool, arguments: list[str]) -> N
         for argument in arguments:
             if argument.startswith("name="):
                 check_name(argument.removeprefix("name=").strip("'\""))
-        given = [Path(a.partition("=")[2].strip("'\"")) for a in arguments if a.startswith("hydra.run.dir=")]
+        typed = (Path(a.partition("=")[2].strip("'\"")) for a in arguments if a.startswith("hydra.run.dir="))
+        given = [part for place in typed for part in (place, *place.parents)]
         places = [place.resolve() for place in (*Path("runs").glob("**/"), *given) if place.is_dir()]
         _empty.update(place for place in places if not any(place.iterdir()))
         sys.argv = [sys.argv[0], *arguments]
@@ -66,7 +67,7 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
         if sweep and "wandb" in config and config.wandb.group is None:
             config.wandb.group = "-".join(Path(settings.sweep.dir).parts[1:])  # below runs/
         failed = folder / reports.ERROR
-        if failed.exists():  # a finished run may lie where nothing can be written
+        if folder != Path() and failed.exists():  # a finished run may lie where nothing can be written
             failed.unlink()
         try:
             with nullcontext() if sweep else clear_errors():
@@ -167,6 +168,7 @@ def distill(config: DictConfig, folder: Path) -> None:
             f"rows are there, {figures['counted']} tokens of them count in the loss\n"
             f"train on them with the same settings: train.distill.rows={settings.rows} "
             f"train.distill.prompt_tokens={settings.prompt_tokens} train.distill.new_tokens={settings.new_tokens} "
+            f"train.distill.sampled={settings.sampled} loop.seed={config.loop.seed} "
             + shlex.quote(f"train.distill.folder={settings.folder or folder / 'distill'}")
         )
 
@@ -186,6 +188,8 @@ def decode(config: DictConfig, folder: Path) -> None:
 def audit(config: DictConfig, folder: Path) -> None:
     figures = measures.run_audit(config, folder)
     if figures["verdict"] == "BUG" or (figures["distribution_verdict"] or "").startswith("BUG"):
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # whose other points go on
+            raise ValueError(f"the verdict is BUG, see {folder / 'report.md'}")
         sys.exit(1)
 
 

@@ -113,7 +113,8 @@ def check_composed(command: Command, arguments: list[str]) -> None:
     flags, typed = apart(arguments)
     if any(flag.startswith(_ELSEWHERE) for flag in flags):
         return
-    places = ",".join(f"file://{Path(folder).resolve()}" for folder in _folders(arguments))
+    urls = (f"file://{Path(folder).resolve()}" for folder in _folders(arguments))
+    places = ",".join("'" + url.replace("'", "\\'") + "'" for url in urls)  # whatever characters they hold
     search = [f"hydra.searchpath=[{places}]"] if places else []
     parsed = OverridesParser.create().parse_overrides(typed)
     if command.trains and _own_drafter(parsed):  # whose keys its own package knows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -180,4 +181,5 @@ class SweepEnd(Callback):
             if failed := [home for home in points if (home / ERROR).is_file()]:
                 names, first = ", ".join(home.name for home in failed), (failed[0] / ERROR).read_text().strip()
                 of = f"{len(failed)} of {len(points)} points of {folder} failed ({names})"
-                raise ValueError(f"{of}, the first with: {first}")
+                print(f"{Path(sys.argv[0]).name}: {of}, the first with: {first}", file=sys.stderr)
+                sys.exit(2)  # Hydra makes a warning of what a callback raises

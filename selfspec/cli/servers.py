@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 
 from selfspec.cli.source import names_of
@@ -85,10 +86,11 @@ def serve_target(arguments: list[str]) -> None:
             if args.run:
                 write_about(Path(args.folder), layers, args.target)
             print(f"states of layers {layers} (0 is the embeddings) go to {args.folder}; train with")
-            print(
-                f"  selfspec train drafter={args.drafter} target.name={args.target} data=jsonl data.path=chat.jsonl"
-                f" train.states=server train.states_url=http://localhost:{args.port} name=mine"
-            )
+            training = [f"drafter={args.drafter}", f"target.name={args.target}", "data=jsonl", "data.path=chat.jsonl"]
+            training += [f"drafter.layers=[{','.join(map(str, args.layers))}]"] if args.layers else []
+            training += [f"drafter.draft_vocab={args.draft_vocab}"] if args.draft_vocab else []
+            training += ["train.states=server", f"train.states_url=http://localhost:{args.port}", "name=mine"]
+            print(f"  selfspec train {shlex.join(training)}")
     print(server.shown_command(environment, words), flush=True)
     if args.run:
         server.start(environment, words)

@@ -62,7 +62,8 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
         for i in range(max(len(left), len(right))):
             row = [lines[i] if i < len(lines) else [] for lines in (left, right)]
             print(f"{_painted(row[0], width)} | {_painted(row[1], width)}")
-        print(f"{_verdict(plain, prompt):<{width}} | {_verdict(fast, prompt)}")
+        verdicts = [_verdict(result, prompt.right(spec.tokenizer, result.token_ids[0])) for result in (plain, fast)]
+        print(f"{verdicts[0]:<{width}} | {verdicts[1]}")
         same = (
             "the same tokens"
             if plain.token_ids == fast.token_ids
@@ -104,8 +105,6 @@ def _painted(line: list[Cell], width: int) -> str:
     return "".join(f"{GREEN}{text}{RESET}" if drafted else text for drafted, text in runs) + " " * (width - len(line))
 
 
-def _verdict(result: Generated, prompt: Prompt) -> str:
+def _verdict(result: Generated, right: bool | None) -> str:
     rate = f"{result.stats.tokens / result.stats.seconds:.0f} tokens/s"
-    if prompt.check is None:
-        return rate
-    return f"{'RIGHT' if prompt.check(result.texts[0]) else 'WRONG'}, {rate}"
+    return rate if right is None else f"{'RIGHT' if right else 'WRONG'}, {rate}"

@@ -21,6 +21,7 @@ from selfspec.core.stats import Span, Stats, elapsed, moment
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import Kept
+from selfspec.utils.exactness import LOSSY
 
 R = TypeVar("R")
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
@@ -87,7 +88,7 @@ def speculative_steps(
         target.check_drafter(drafter)
     if not 1 <= integer("nodes", nodes) <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
-    return _steps(target, prompts, options, drafter, nodes, result)
+    return _steps(target, prompts, options, drafter if nodes > 1 else None, nodes, result)
 
 
 @torch.inference_mode()
@@ -145,7 +146,7 @@ def _steps(
             start = moment(device)
     finally:
         cache.close()
-        stats.exact = _exact(target, below > 0, waits)
+        stats.exact = LOSSY if options.relaxed else _exact(target, below > 0, waits)
         stats.compiled += target.compiled - compiled
         with suppress(RuntimeError):  # of a GPU that failed, which another error tells
             stats.book(spans)

@@ -69,12 +69,14 @@ class PrefixRules:
     ) -> None:
         """The user's function meets these rows alone: it may know no answer for a row with another row's text."""
         for row in rows:
-            allowed = processor._prefix_allowed_tokens_fn(row, ids[row])
+            allowed = processor._prefix_allowed_tokens_fn(row // processor._num_beams, ids[row])  # samples of a prompt
             if not len(allowed):
                 raise ValueError(f"prefix_allowed_tokens_fn allows no token for row {row}; allow at least one")
             mask = torch.ones_like(scores[row], dtype=torch.bool)
             mask[torch.as_tensor(allowed, device=mask.device)] = False
-            scores[row] = scores[row].masked_fill(mask, -torch.inf)
+            left = scores[row].masked_fill(mask, -torch.inf)
+            none = bool(left.amax().isneginf())  # of what others leave: the constraint holds, as in transformers
+            scores[row] = torch.zeros_like(left).masked_fill(mask, -torch.inf) if none else left
 
     def stop(self, row: int, prefix: list[int]) -> bool:
         """Whether a criterion ends this row with the prefix's last token. Raises ValueError for no such answer."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from selfspec.engine.kernels.int8 import fits, has_kernel, in_8_bits, int8_rows, to_int8
 from selfspec.engine.kernels.weights import sampled
 
-__all__ = ["Int8Linear", "has_int8", "has_kernel", "in_8_bits", "quantize", "unquantized"]
+__all__ = ["Int8Linear", "fits", "has_int8", "has_kernel", "in_8_bits", "quantize", "unquantized"]
 
 
 class Int8Linear(nn.Linear):

@@ -45,7 +45,7 @@ class Stats:
     before the first accepted one; drafts: passes, counted as `passes` are, whose trees were more than a root; lengths:
     tokens of each pass, row by row; seconds_...: of the parts of a call; on a GPU those of a pass are added when the
     next one was read; exact: whether the tokens are those of plain decoding "by construction", "in every test" or "up
-    to rounding" (see `Target.exact`).
+    to rounding" (see `Target.exact`), or not, "by a lossy rule".
     """
 
     passes: int = 0

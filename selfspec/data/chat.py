@@ -24,7 +24,8 @@ _NAMES = {"human": "user"} | dict.fromkeys(("gpt", "model", "chatgpt", "bing", "
 _ARGUMENTS = "chat_template_kwargs"  # of a record, as TRL and serving engines call them
 _RESERVED = {"chat_template", "messages", "tokenize", "add_generation_prompt", "continue_final_message"}
 _DEEPEST = 100  # levels of lists and objects in a record
-_SPOKEN = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")  # what a turn may consist of
+THOUGHTS = "reasoning_content", "reasoning", "thinking"  # fields of a turn that hold what it thinks
+_SPOKEN = ("content", "tool_calls", *THOUGHTS)  # what a turn may consist of
 
 
 def without_nulls(value: Any, depth: int = 0) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from selfspec.data.chat import Chat
+from selfspec.data.chat import THOUGHTS, Chat
 from selfspec.data.corpus import Document
 
 _MARK = "\u2063end\u2063"  # an answer, to see what a template writes behind one
@@ -63,9 +63,14 @@ class ChatTemplate:
         return documents, left
 
     def unseen(self, chat: Chat, documents: Sequence[Document], place: str) -> list[str]:
-        """Turns of others than the assistant that the template does not show, such as those of a role unknown to it."""
+        """Turns that the template does not show, such as those of a role unknown to it; of answers their thoughts."""
         shown, found = "\n".join(document.text for document in documents), list[str]()
         for i, turn in enumerate(chat.messages if documents else ()):
+            if i in chat.answers:
+                thought = next(filter(None, map(turn.get, THOUGHTS)), turn["content"].rpartition("</think>")[0])
+                if str(thought).split("<think>")[-1].strip() not in shown:
+                    found.append(f"{place}, what turn {i + 1} thinks")
+                continue
             words = max(re.findall(r"\w+", turn["content"]), key=len, default="")
             if turn["role"] != "assistant" and words not in shown and words not in self.text(chat, place, False):
                 found.append(f"{place}, turn {i + 1} of the role {turn['role']!r}")

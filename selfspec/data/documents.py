@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.chat import Chat, without_nulls
+from selfspec.data.chat import THOUGHTS, Chat, without_nulls
 from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import Document
 from selfspec.utils.checks import at_least, shares
@@ -213,7 +213,7 @@ def _open_ended(spans: tuple[tuple[str, bool], ...], turn: dict[str, Any]) -> tu
     """Spans of a document whose last answer was cut off, up to where its words end: what the chat template writes
     behind them does not count. Without that answer where they are not found."""
     at = max(i for i, (_, counts) in enumerate(spans) if counts)
-    texts = (str(turn.get(name) or "").strip() for name in ("content", "reasoning_content", "reasoning", "thinking"))
+    texts = (str(turn.get(name) or "").strip() for name in ("content", *THOUGHTS))
     said = next(filter(None, texts), "")
     end = spans[at][0].rfind(said) + len(said) if said in spans[at][0] else 0
     return (*spans[:at], (spans[at][0][:end], True)) if end else spans[:at]

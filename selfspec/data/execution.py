@@ -30,7 +30,8 @@ _BEGINS = re.compile(r"^(?:import|from|def|async def|class|@)\b", re.MULTILINE) 
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 _ENDS = re.compile(r"\n(?=[^\s#)\]}@])")  # a line that begins another statement behind a function's body
 _FENCES = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
-_TRIED = 8  # ends of a block, beginnings of a program and lines behind it that are tried
+_OPENS = re.compile(r"^(```|~~~)|\s(```|~~~)[\w+-]*$")  # a block, of a line without blanks around it
+_TRIED = 8  # ends of a block, beginnings and ends of a program that are tried
 _HELPERS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What begins processes, ends those of others, or takes files away
 _TAKEN = {
@@ -94,36 +95,52 @@ class Solves:
         for block in blocks:
             code = textwrap.dedent(block)
             if defines.search(code):
-                return "\n".join([*before, code if _is_program(code) else _code_of(code)])  # cut off, perhaps
+                whole = code if _is_program(code) else _code_of(code, defines)  # cut off, perhaps
+                return "\n".join([*before, whole])
             before += [code] if _helps(code) else []
         if defines.search(answer):
-            return _code_of(answer)
+            return _code_of(answer, defines)
         return self.prompt + "\n" + _ENDS.split(blocks[0] if blocks else answer, maxsplit=1)[0]
 
 
 def fenced_blocks(answer: str) -> list[str]:
-    """What stands between fences of three backticks or tildes. A fence inside a program, as in a docstring, ends no
-    block; one that nothing ends reaches to the end."""
+    """What stands between fences of three backticks or tildes, the first of which may end a line of prose, and the last
+    a line of code. A fence inside a program, as in a docstring, ends no block; one that nothing ends reaches to the
+    end."""
     lines, blocks, at = answer.splitlines(keepends=True), list[str](), 0
     while at < len(lines):
-        mark = lines[at].strip()[:3]
+        opened = _OPENS.search(lines[at].strip())
         at += 1
-        if mark not in ("```", "~~~"):
+        if opened is None:
             continue
-        ends = [i for i in range(at, len(lines)) if lines[i].strip().startswith(mark)] or [len(lines)]
-        end = next((i for i in ends[:_TRIED] if _is_program("".join(lines[at:i]))), ends[0])
-        blocks.append("".join(lines[at:end]))
+        mark = opened[1] or opened[2]
+        ends = [i for i in range(at, len(lines)) if lines[i].strip().startswith(mark)]
+        glued = [i for i in range(at, len(lines)) if lines[i].rstrip().endswith(mark) and i not in ends]
+        blocks_to = [(i, "".join(lines[at:i])) for i in ends[:_TRIED]]
+        blocks_to += [(i, "".join(lines[at : i + 1]).rstrip().rstrip(mark)) for i in glued[:_TRIED]]
+        blocks_to = blocks_to or [(len(lines), "".join(lines[at:]))]
+        end, block = next((found for found in blocks_to if _is_program(found[1])), blocks_to[0])
+        blocks.append(block)
         at = end + 1
     return blocks
 
 
-def _code_of(answer: str) -> str:
-    """The program in an answer without fences: from a line that begins one, up to where it still is one."""
+def _code_of(answer: str, defines: re.Pattern[str]) -> str:
+    """The program in an answer without fences that defines what is asked for: from a line that begins one, up to where
+    it still is one."""
     for begins in (0, *(match.start() for match in islice(_BEGINS.finditer(answer), _TRIED))):
         lines = answer[begins:].splitlines(keepends=True)
-        for end in range(len(lines), max(0, len(lines) - _TRIED), -1):
-            if _is_program("".join(lines[:end])):
-                return "".join(lines[:end])
+        for _ in range(_TRIED):
+            try:
+                ast.parse(textwrap.dedent(code := "".join(lines)))
+            except SyntaxError as error:
+                del lines[min(len(lines), error.lineno or len(lines)) - 1 :]
+                continue
+            except (ValueError, MemoryError, RecursionError):
+                break
+            if defines.search(code):
+                return code
+            break
     return answer
 
 

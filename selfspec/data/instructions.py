@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar
@@ -57,9 +58,13 @@ def messages(asked: Sequence[Instruction], system: str | None = None) -> list[di
 def conversations(asked: Sequence[Instruction], template: ChatTemplate, seed: int) -> list[Document]:
     """Instructions as documents: one in three behind a system message, one in six joined with the next."""
     rng, documents, at = Random(seed), list[Document](), 0
+    systems: Sequence[str | None] = [None]
+    with suppress(ValueError):  # of a template without a system role
+        template.text(Chat([*messages([], _SYSTEM[0]), {"role": "user", "content": "a"}]), "", True)
+        systems = _SYSTEM
     while at < len(asked):
         taken = asked[at : at + (2 if rng.random() < 1 / 6 else 1)]
-        system = rng.choice(_SYSTEM) if rng.random() < 1 / 3 else None
+        system = rng.choice(systems) if rng.random() < 1 / 3 else None
         name = f"instruction {at}"
         made, left = template.documents(Chat(messages(taken, system)), name)
         if left:

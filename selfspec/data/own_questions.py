@@ -12,7 +12,7 @@ from selfspec.data.chat_template import ChatTemplate
 
 _MARKS = ("first question", "first answer", "second question")  # that a template is tried out with
 _LETTERS = 8  # that a question has at least
-_GOLDEN = (5**0.5 - 1) / 2  # its multiples spread sampled answers evenly
+_GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1  # their multiples spread sampled answers evenly
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,11 @@ class Template:
         return cls(opening, answer, again)
 
 
-def answer_temperature(number: int, sampled: float) -> float:
-    """At which the answers of a conversation are written: a share `sampled` of them at 1, the others greedily."""
-    return float(number * _GOLDEN % 1 < sampled)
+def answer_temperature(number: int, sampled: float, openings: int = 1) -> float:
+    """At which the answers of a conversation are written: a share `sampled` of them at 1, the others greedily. The
+    conversations of each of so many openings, which take turns, are shared out alike."""
+    turn, opening = divmod(number, openings)
+    return float((turn * _GOLDEN + opening * _SILVER) % 1 < sampled)
 
 
 def first_paragraph(tokenizer: Tokenizer) -> Callable[[list[int]], list[int] | None]:

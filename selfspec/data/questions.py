@@ -83,11 +83,14 @@ class Question:
         """Token ids up to where the answer to a turn begins, behind the answers to those before."""
         if self.ids:
             return list(self.ids)
+        return ChatTemplate(tokenizer).opening(Chat(self.messages(turn, answers), self.beside), self.id)
+
+    def messages(self, turn: int, answers: Sequence[str]) -> list[dict[str, str]]:
+        """The conversation up to what the user says in a turn, behind the answers to those before."""
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn_text, answer in zip(self.turns, answers[:turn], strict=False):
             messages += [{"role": "user", "content": turn_text}, {"role": "assistant", "content": answer}]
-        messages.append({"role": "user", "content": self.turns[turn]})
-        return ChatTemplate(tokenizer).opening(Chat(messages, self.beside), self.id)
+        return [*messages, {"role": "user", "content": self.turns[turn]}]
 
 
 def groups_of(name: str) -> tuple[str, ...]:
@@ -176,9 +179,9 @@ def _source(
 ) -> list[Question]:
     tokens = asking.prompt_tokens
     if not groups:
-        return _texts(
-            "source", sample_prompts(tokenize(documents, tokenizer), tokenizer, count, tokens, asking.max_new_tokens)
-        )
+        end = ChatTemplate(tokenizer, arguments=asking.chat_template_kwargs).prompt_end
+        corpus = tokenize(documents, tokenizer, end)
+        return _texts("source", sample_prompts(corpus, tokenizer, count, tokens, asking.max_new_tokens))
     modules = [document for document in documents if not document.name.startswith("test/")]
     return _texts("continuation", cut_prompts(modules, tokenizer, count, tokens))
 

@@ -27,7 +27,7 @@ from selfspec.utils.files import Figures, cache_folder, disk_room, write_text
 from selfspec.utils.openai_client import Refused, Servers, first_choice, server_urls
 from selfspec.utils.progress import progress
 
-_EXACT = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # else a server takes the model's own
+EXACT = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # else a server takes the model's own
 _COMPARED = 16  # conversations whose prompts are held against the template here
 _SPOKEN = ("content", "reasoning", "reasoning_content", "tool_calls")  # of an answer, as templates read it
 _LISTS = ("tools", "documents")  # beside a conversation; all else are arguments of the template
@@ -148,17 +148,13 @@ class Server(Records):
         total = None if self.conversations is None else self.conversations - len(done)
         bar = progress(total=total, desc="answers by server", unit=" conversations", disable=quiet)
         with bar, self.path.open("ab") as file, (self.place / "failed.jsonl").open("w") as failures:
-            most = self.at_once * len(self._servers.urls)
-            for i, result in _at_once(self._conversation, chain([first], asked), most):
+            most, last = self.at_once * len(self._servers.urls), ""
+            few = takewhile(lambda _: failed <= self.errors, chain([first], asked))
+            for i, result in _at_once(self._conversation, few, most):
                 if isinstance(result, Refused):
-                    failed += 1
-                    failures.write(json.dumps({"id": i, "why": str(result)}) + "\n")
+                    failed, last = failed + 1, str(result)
+                    failures.write(json.dumps({"id": i, "why": last}) + "\n")
                     failures.flush()
-                    if failed > self.errors:
-                        raise ValueError(
-                            f"{failed} conversations failed, more than data.errors={self.errors}, the last: {result}; "
-                            f"{self.path} keeps what was answered, failed.jsonl beside it says why others were not"
-                        ) from result
                 else:
                     with disk_room(self.path):
                         file.write(json.dumps(result, ensure_ascii=False).encode() + b"\n")
@@ -168,6 +164,11 @@ class Server(Records):
                 bar.update()
                 rate = tokens / (time.perf_counter() - begun)
                 bar.set_postfix({"tokens": tokens, "rate": f"{rate:.0f}/s", "failed": failed}, refresh=False)
+        if failed > self.errors:
+            raise ValueError(
+                f"{failed} conversations failed, more than data.errors={self.errors}, the last: {last}; {self.path} "
+                "keeps what was answered, failed.jsonl beside it says why others were not"
+            )
         self._card(len(done), kinds, failed, tokens, time.perf_counter() - begun, quiet)
         if not done and not kinds:
             raise ValueError(f"none of {failed} conversations was answered; {self.place / 'failed.jsonl'} says why")
@@ -202,7 +203,8 @@ class Server(Records):
             asks = not {"system", "developer"}.issuperset(since)
             if message["role"] != "assistant" or message.get("tool_calls") or not asks:
                 kept = {**message, "weight": 0} if message["role"] == "assistant" else message  # not what it says
-                history += [kept] if message.get("content") or message.get("tool_calls") else []
+                says = message.get("content") or message.get("tool_calls") or message["role"] == "tool"  # nothing, too
+                history += [kept] if says else []
                 continue
             try:
                 said, ids, why, new = self._answer(i, Chat(history, chat.beside), temperature)
@@ -234,7 +236,7 @@ class Server(Records):
         """The message, its token ids behind those of the prompt (None: the server tells none), why it ended, and how
         many tokens it has."""
         body: Figures = {"messages": list(map(_sent, chat.messages)), "max_tokens": self.new_tokens}
-        body |= {"seed": self.seed + i, "return_token_ids": True, "temperature": temperature, **_EXACT}
+        body |= {"seed": self.seed + i, "return_token_ids": True, "temperature": temperature, **EXACT}
         arguments = {**self._arguments(chat), **{k: v for k, v in chat.beside.items() if k == "documents"}}
         body |= {"chat_template_kwargs": arguments} if arguments else {}
         body |= {"tools": chat.beside["tools"]} if "tools" in chat.beside else {}
@@ -299,7 +301,7 @@ class Server(Records):
         ends = sorted(self.ends | {self._turns.answer[0]})
         for attempt in range(_TRIES):
             body: Figures = {"prompt": ids, "max_tokens": self.question_tokens, "seed": self.seed + i + (attempt << 32)}
-            body |= {"temperature": self.question_temperature, "stop_token_ids": ends, **_EXACT}
+            body |= {"temperature": self.question_temperature, "stop_token_ids": ends, **EXACT}
             choice = first_choice(self._servers.post("/v1/completions", body))
             question = words + str(choice.get("text") or "")
             known = list(self.tokenizer(question, add_special_tokens=False)["input_ids"])
@@ -385,9 +387,9 @@ def _at_once(
     run: Callable[[int, Any], Figures], questions: Iterator[tuple[int, Any]], most: int
 ) -> Iterator[tuple[int, Figures | Refused]]:
     """Results of work on numbered questions, as they end, with so many of them at once and none queued behind. After an
-    interruption nothing more is begun; what runs ends first, unless it is interrupted again."""
+    interruption, or an error, nothing more is begun; what runs ends first, unless it is interrupted again."""
     going = dict[Future[Figures], int]()
-    interrupted: KeyboardInterrupt | None = None
+    interrupted: BaseException | None = None
     with ThreadPoolExecutor(most) as pool:
         try:
             while interrupted is None or going:
@@ -406,8 +408,9 @@ def _at_once(
                 for future in ended:
                     i, error = going.pop(future), future.exception()
                     if error is not None and not isinstance(error, Refused):
-                        raise error
-                    yield i, error if isinstance(error, Refused) else future.result()
+                        interrupted = interrupted or error
+                    else:
+                        yield i, future.result() if error is None else error
             raise interrupted
         finally:
             for future in going:

@@ -78,8 +78,7 @@ class Engine:
     def row_invariant(self, function: str) -> bool:
         """Whether all that ran of this function gives a row the same bits whatever rows are beside it, and however
         many. What ran as it is before it was compiled has other bits than what is compiled (see `waits`)."""
-        known = any(what.startswith(function) for what, _, _ in self.made)
-        known = known or (self.eager and function in self.busy)
+        known = (self.eager and function in self.busy) or any(what.startswith(function) for what, _, _ in self.made)
         return known and not any(what.startswith(function) for what in self.varying)
 
     def waits(self, function: str) -> float:
@@ -113,7 +112,7 @@ class Engine:
         else:
             wanted = key(function, args)
             code = self.compiled.get(wanted)
-            if code is None and self.later and not self._on_disk(wanted, function, args):
+            if code is None and self.later and (self._compiles() or not self._on_disk(wanted, function, args)):
                 return self._meanwhile(wanted, function, args)
             if code is None:
                 with self._lock:  # another thread may have made it meanwhile
@@ -122,6 +121,9 @@ class Engine:
             result = code(*args)
         self.busy[function.__name__] = self.busy.get(function.__name__, 0.0) + time.perf_counter() - start
         return result
+
+    def _compiles(self) -> bool:  # in a thread, which holds the lock for a minute or more
+        return self._worker is not None and self._worker.is_alive()
 
     def _on_disk(self, wanted: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Whether an earlier process compiled it."""
@@ -134,7 +136,7 @@ class Engine:
         start, name = time.perf_counter(), function.__name__
         if self._alone.get(name, 0.0) >= self.later:
             with self._starting:
-                if self._worker is None or not self._worker.is_alive():
+                if not self._compiles():
                     given = mapped(args, lambda part: part, lists=True)  # whose lists the caller may fill anew
                     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
                     self._worker = threading.Thread(target=self._beside, args=(modes, wanted, function, given))
@@ -188,9 +190,8 @@ class Engine:
             code, how = self._compile(function, args, what), "compiled"
             if code is None:
                 code, how, self.varying[what] = function, "not compiled", "not compiled"
-            else:
-                if not disk.write(path, code, self.varying.get(what, "")):
-                    self.folder = None
+            elif not disk.write(path, code, self.varying.get(what, "")):
+                self.folder = None
         self.made.append((what, took := time.perf_counter() - start, how))
         if how == "compiled" and took > _SLOW and not self.quiet:
             count = sum(done == how for _, _, done in self.made)
@@ -218,8 +219,7 @@ class Engine:
                         self._refused("not compiled, runs as it is", what, error)
                         return None
         rewritten = options.get("post_grad_custom_pre_pass")
-        varying = ["of the library"] if rewritten is None else rewritten.varying
-        if varying:
+        if varying := ["of the library"] if rewritten is None else rewritten.varying:
             self.varying[what] = ", ".join(sorted(set(varying)))
         return code
 

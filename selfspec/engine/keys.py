@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.utils.files import code_hash
+from selfspec.utils.machine import processor
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
@@ -79,7 +80,7 @@ def _machine() -> str:
     sources = code_hash("core", "engine", "drafters")
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "peft")]
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    machine = [torch.backends.cpu.get_cpu_capability(), has_tiles(), has_kernel(), *devices]
+    machine = [processor(), torch.backends.cpu.get_cpu_capability(), has_tiles(), has_kernel(), *devices]
     trust_known_vectors()  # it changes a setting
     settings = inductor.get_config_copy()
     return f"{sources} {versions} {torch.__version__} {sys.version} {machine} {sorted(settings.items(), key=str)}"

@@ -121,10 +121,11 @@ def run_comparison(
     theirs = of_transformers(spec, most, draft_model, config.exit_layer)
     calls |= {Arm(name): theirs[name] for name in config.methods if name not in PEERS}
     points = points_of(prompts, [Sampling(temperature) for temperature in config.temperatures])
+    before, now = _answered(read_records(path)), {*calls, *map(Arm, config.peers)}
     for temperature in config.temperatures:
         shared = {point.key for point in points if point.sampling.temperature == temperature}
-        for arm, answered in _answered(read_records(path)).get(temperature, {}).items():
-            shared &= answered if Arm(*arm) not in calls else shared  # what is measured now has them all then
+        for arm, answered in before.get(temperature, {}).items():
+            shared &= answered if Arm(*arm) not in now else shared  # what is measured now has them all then
         if not shared:
             raise ValueError(
                 f"{path} holds arms on other questions at T={temperature:g}, beside which new ones can not stand; "
@@ -238,8 +239,9 @@ def _row(temperature: float, arm: str, nodes: str, records: list[Record], costs:
     row |= {"decode": decode_speedup(records), "same": sum(sum(r.same or ()) for r in records)}
     if costs is not None and all(r.stats.nodes for r in records):
         row["mean_nodes"] = pooled.nodes / pooled.calls
-        cost = along(range(len(costs)), costs, row["mean_nodes"])
-        row["limit"] = speedup(row["tau"], 1.0, cost / costs[0], row["draft_steps"])
+        if row["mean_nodes"] < len(costs):  # costs of larger trees are not measured
+            cost = along(range(len(costs)), costs, row["mean_nodes"])
+            row["limit"] = speedup(row["tau"], 1.0, cost / costs[0], row["draft_steps"])
     if expected := forecast(records).get("forecast"):
         row |= {"predicted": expected["speedup"], "mean_nodes": expected["nodes"] / expected["passes"]}
     return row

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfspec.core.stats import Stats
 from selfspec.evaluation.records import Record, Regime
-from selfspec.utils.exactness import EXACT, ROUNDED, TESTED
+from selfspec.utils.exactness import EXACT, LOSSY, ROUNDED, TESTED
 from selfspec.utils.files import NOTHING, Figures, mean
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ def total(stats: Sequence[Stats]) -> Stats:
     numbers = {f.name: sum(getattr(s, f.name) for s in stats) for f in fields(Stats) if f.name not in counted}
     depths = zip_longest(*(s.accepted for s in stats), fillvalue=0)
     accepted, lengths = [sum(depth) for depth in depths], [length for s in stats for length in s.lengths]
-    exact = max((s.exact for s in stats), key=(EXACT, TESTED, ROUNDED).index, default=EXACT)
+    exact = max((s.exact for s in stats), key=(EXACT, TESTED, ROUNDED, LOSSY).index, default=EXACT)
     return Stats(**numbers, accepted=accepted, lengths=lengths, exact=exact)
 
 

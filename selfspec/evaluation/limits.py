@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,13 @@ def bandwidth(size: int, device: torch.device) -> float:
     return _rate(buffer.sum, size, device)
 
 
-def peak(dtype: torch.dtype, device: torch.device, width: int = 1024) -> float:
+def peak(dtype: torch.dtype, device: torch.device, width: int = 1024, int8: bool = False) -> float:
     """Products and additions per second of square matrices of this dtype, or on a CPU of float32 where that is faster:
-    kernels may convert."""
+    kernels may convert. int8: whether there are products in 8 bits."""
     fastest_rate = 0.0
-    for of in {dtype, torch.float32 if device.type == "cpu" else dtype}:
-        a = torch.ones(width, width, dtype=of, device=device)
-        fastest_rate = max(fastest_rate, _rate(lambda a=a: a @ a, 2 * width**3, device))  # type: ignore[misc]
+    for of in {dtype, torch.float32 if device.type == "cpu" else dtype, *([torch.int8] if int8 else [])}:
+        a, product = torch.ones(width, width, dtype=of, device=device), torch._int_mm if of == torch.int8 else torch.mm
+        fastest_rate = max(fastest_rate, _rate(partial(product, a, a), 2 * width**3, device))
     return fastest_rate
 
 
@@ -230,7 +231,7 @@ def measure_limits(
     fast.use_engine("compiled")
     targets = {"eager": eager, "compiled": fast}
     size, products = weights_of(eager)
-    machine = {"bandwidth": bandwidth(size, eager.device), "peak": peak(eager.dtype, eager.device)}
+    machine = {"bandwidth": bandwidth(size, eager.device), "peak": peak(eager.dtype, eager.device, int8=eager.int8)}
     costs = pass_seconds(targets, config.sizes, config.rounds)
     rows = []
     for n in config.sizes:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +30,7 @@ from selfspec.utils.files import append_text, write_text
 from selfspec.utils.progress import progress
 
 BETWEEN = 5  # arms between two runs of plain decoding
+_AT_ONCE = 64  # logits, of a whole vocabulary each, that are looked at in float64
 _TRIES = 20  # calls, after which one is measured though it compiles: on a GPU its buffers may lie elsewhere every time
 
 Run = tuple[Generated, float]  # a call of an arm, and its seconds
@@ -148,9 +150,8 @@ def _warm_up(spec: Spec, calls: Mapping[Arm, Call], left: Sequence[tuple[Point, 
     prompt, since transformers keeps a static cache that is large enough."""
     longest: dict[tuple[Sampling, Arm], Point] = {}
     for point, arms in left:
-        if any(arm.nodes == "auto" for arm in arms):  # short calls would put it off; once for each size
-            pass_costs(spec.target, len(point.batch), point.sampling.temperature > 0, insist=True)
         for arm in arms:
+            _price(spec, arm, point)
             other = longest.setdefault((point.sampling, arm), point)
             if max(len(p.ids) for p in point.batch) > max(len(p.ids) for p in other.batch):
                 longest[point.sampling, arm] = point
@@ -158,6 +159,12 @@ def _warm_up(spec: Spec, calls: Mapping[Arm, Call], left: Sequence[tuple[Point, 
     for (sampling, arm), point in bar:
         bar.set_postfix(T=f"{sampling.temperature:g}", arm=f"{arm.name} {arm.nodes}".removesuffix(" -"))
         calls[arm](point.batch, sampling)
+
+
+def _price(spec: Spec, arm: Arm, point: Point) -> None:
+    """Measure what `auto` goes by, which short calls would put off; nothing where it is known."""
+    if arm.nodes == "auto":
+        pass_costs(spec.target, len(point.batch), point.sampling.temperature > 0, insist=True)
 
 
 def _on_point(
@@ -173,6 +180,7 @@ def _on_point(
     record comes last."""
 
     def run(arm: Arm) -> Run:
+        _price(spec, arm, point)  # an earlier call may have dropped it
         return timed(spec, partial(calls[arm], point.batch, point.sampling))
 
     plain = [] if baseline is None else [run(baseline)]
@@ -205,8 +213,12 @@ def _beside(runs: Sequence[Run]) -> Beside | None:
 def _record(
     spec: Spec, point: Point, arm: Arm, runs: list[tuple[Run, Beside | None]], plain_ids: list[list[int]] | None
 ) -> Record:
-    """Of an arm's runs, each with what is beside it. Counts and times of parts are those of the run of median time."""
-    result, batch = sorted((run for run, _ in runs), key=lambda run: run[1])[(len(runs) - 1) // 2][0], point.batch
+    """Of an arm's runs, each with what is beside it. Counts are those of the run of median time; times of parts too, of
+    an even number of runs the mean of the middle two."""
+    ordered, batch = [result for result, _ in sorted((run for run, _ in runs), key=itemgetter(1))], point.batch
+    result, other = ordered[(len(runs) - 1) // 2], ordered[len(runs) // 2].stats
+    times = {name: value for name, value in vars(result.stats).items() if name.startswith("seconds_")}
+    stats = replace(result.stats, **{name: (value + getattr(other, name)) / 2 for name, value in times.items()})
     ids, besides = result.token_ids, [beside for _, beside in runs if beside is not None]
     plain = None
     if besides:
@@ -223,7 +235,7 @@ def _record(
         seconds=statistics.median(seconds for (_, seconds), _ in runs),
         tokens=sum(map(len, ids)),
         token_ids=ids,
-        stats=result.stats,
+        stats=stats,
         group=point.group,
         questions=[(prompt.question, prompt.turn) for prompt in batch],
         plain=plain,
@@ -258,9 +270,10 @@ def regime(spec: Spec, batch: Sequence[Prompt], token_ids: list[list[int]], samp
     for prompt, new in zip(batch, token_ids, strict=True):
         text = torch.tensor([prompt.ids + new], device=spec.target.device)
         logits = spec.target.model(input_ids=text, use_cache=False).logits[0, len(prompt.ids) - 1 : -1]
-        log_p = torch.log_softmax(warp(logits, sampling.warpers()).double(), -1)
-        exact = torch.log_softmax(logits.double() / (sampling.temperature or 1.0), -1)
-        log_likelihood = exact.gather(1, text[0, len(prompt.ids) :, None]).sum()
-        totals += torch.stack([log_likelihood, torch.special.entr(log_p.exp()).sum(), log_p.amax(-1).exp().sum()]).cpu()
+        for part, picked in zip(logits.split(_AT_ONCE), text[0, len(prompt.ids) :].split(_AT_ONCE), strict=True):
+            log_p = torch.log_softmax(warp(part, sampling.warpers()).double(), -1)
+            exact = torch.log_softmax(part.double() / (sampling.temperature or 1.0), -1)
+            likely = exact.gather(1, picked[:, None]).sum(), torch.special.entr(log_p.exp()).sum()
+            totals += torch.stack([*likely, log_p.amax(-1).exp().sum()]).cpu()
     log_prob, entropy, top1 = totals.tolist()
     return Regime(log_prob, entropy, top1, sum(map(len, grams)), sum(len(set(row)) for row in grams))

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
 
 from selfspec.api import NODES, load
 from selfspec.hf_generate import stopping
@@ -33,20 +32,8 @@ except ModuleNotFoundError as error:
 # Arguments of how the harness's own `hf` loads a model
 _OF_LOADING = (
     *("peft", "delta", "autogptq", "gptqmodel", "gguf_file", "parallelize", "mixed_precision_dtype", "subfolder"),
-    *("max_memory_per_gpu", "tp_plan", "revision"),
+    *("max_memory_per_gpu", "tp_plan", "revision", "pretrained", "tokenizer"),
 )
-
-
-class _Answer(StoppingCriteria):
-    """Ends a row by the text of its answer alone: a prompt may end in what a stop string begins with."""
-
-    def __init__(self, criterion: StoppingCriteria, prompt: int) -> None:
-        self.criterion, self.prompt = criterion, prompt
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        answer = input_ids[:, self.prompt :]
-        ended: Tensor = self.criterion(answer, scores)
-        return ended
 
 
 @register_model("selfspec")
@@ -70,11 +57,12 @@ class Harness(HFLM):
             if name not in known:
                 raise ValueError(f"--model_args {name}={value}: there is none{did_you_mean(name, ('nodes', *known))}")
             if name in _OF_LOADING and value != known[name].default:
-                raise ValueError(f"--model_args {name}={value} is of loading a model, which selfspec does itself")
+                raise ValueError(f"--model_args {name}={value} is of loading a model; give target=... instead")
         # cuda is the command's own default
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             device = None
-        self.spec = load(drafter, target, dtype, device, engine, trust_code=trust_code)
+        loading = {name: arguments[name] for name in ("trust_remote_code",) if name in arguments}
+        self.spec = load(drafter, target, dtype, device, engine, trust_code=trust_code, **loading)
         model, tokenizer = self.spec.target.model, self.spec.tokenizer
         if tokenizer is None:
             raise ValueError(f"target {self.spec.target.name!r} has no tokenizer, which the harness needs")
@@ -89,8 +77,8 @@ class Harness(HFLM):
         if arguments["do_sample"]:
             arguments["temperature"] = temperature
         if strings := [text for text in stop if text]:  # it cuts at all afterwards
-            ends = stopping("until", self.tokenizer, strings)
-            arguments["stopping_criteria"] = [_Answer(ends, context.shape[1])]
+            prompts = [context.shape[1]] * len(context)  # which may end in what a stop string begins with
+            arguments["stopping_criteria"] = [stopping("until", self.tokenizer, strings, prompts)]
         out = self.model.generate(
             context,
             max_length=max_length,

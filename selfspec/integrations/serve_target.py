@@ -27,6 +27,7 @@ from selfspec.checkpoints.target_files import Shards
 from selfspec.checkpoints.target_parts import layer_by_layer, load_parts
 from selfspec.core.target import Target
 from selfspec.data.questions import Question
+from selfspec.data.server import EXACT
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, config_class, drafter_class
 from selfspec.training.states import ABOUT, States, key_of, wanted_layers, write_about
@@ -92,7 +93,7 @@ def _beside(gpus: int) -> int:
 
 
 def shown_command(environment: dict[str, str], words: Sequence[str]) -> str:
-    return shlex.join([*(f"{name}={value}" for name, value in environment.items()), *words])
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(words)])
 
 
 def untrained(
@@ -178,6 +179,9 @@ def probe(states: States, tokens: Tensor, shards: Shards) -> list[str]:
         errors[layer + 1] = [float(difference.norm() / own.norm()) for difference in apart]
     lines, wrong = [], []
     for column, said in enumerate(states.layers):
+        if not said:
+            lines.append(f"column {column}: the embeddings, which are not held against the target")
+            continue
         of_layers = {layer: found[column] for layer, found in errors.items()}
         nearest = min(of_layers, key=lambda layer: of_layers[layer])
         lines.append(f"column {column}: layer {said}, relative error {of_layers.get(said, math.inf):.1e}")
@@ -236,10 +240,10 @@ def acceptance(url: str, questions: Sequence[Question], new_tokens: int, tempera
     before = servers.metrics((_COUNTERS,))
 
     def ask(question: Question) -> int:
-        messages: list[dict[str, str]] = []
-        messages += [] if question.system is None else [{"role": "system", "content": question.system}]
-        messages.append({"role": "user", "content": question.turns[0]})
-        body = {"messages": messages, "max_tokens": new_tokens, "temperature": temperature, "seed": 0}
+        arguments = {name: value for name, value in question.beside.items() if name != "tools"}
+        body = {"messages": question.messages(0, ()), "max_tokens": new_tokens, "temperature": temperature, "seed": 0}
+        body |= {**EXACT, **{name: value for name, value in question.beside.items() if name == "tools"}}
+        body |= {"chat_template_kwargs": arguments} if arguments else {}
         answer = servers.post("/v1/chat/completions", body)
         return int((answer.get("usage") or {}).get("completion_tokens") or 0)
 

@@ -51,6 +51,8 @@ def check_training(target: Target, drafter: Drafter, config: DrafterTraining, lo
     world = shard.group(str(target.device)).num_processes
     if world > 1 and not drafter.trained():
         raise ValueError(f"this {drafter.kind} drafter has nothing to train: start it in one process")
+    if loop.batch_size % world:
+        raise ValueError(f"loop.batch_size={loop.batch_size} does not divide over {world} processes; choose another")
     if config.distill.rows and (size := distilled_size(config, loop)) % world:
         raise ValueError(
             f"a step of loop.batch_size={loop.batch_size} x train.length={config.length} tokens is {size} distilled "

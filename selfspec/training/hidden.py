@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from selfspec.checkpoints.weights_hash import target_hash
 from selfspec.core.passes import Pass
+from selfspec.core.quantized import Int8Linear, fits
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.data.packing import Packed
@@ -96,12 +97,16 @@ class HiddenStates:
         self.known = torch.zeros(rows, dtype=torch.bool)  # of which rows that is known
         self.few: tuple[Tensor, Target] | None = None  # a draft vocabulary, and the target with its logits alone
 
+    def holds(self, rows: list[int]) -> bool:
+        """Whether rows are there as they were written, in all layers."""
+        return all(layer.holds(row) for layer in self.layers.values() for row in rows)
+
     def features(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
         """Outputs [B, S, H] of the layers, of a batch (see `DraftLoss`) whose `rows` are the numbers of its rows, on
         the device of its tokens."""
         rows, tokens = batch["rows"].cpu(), batch["tokens"]
         numbers = rows.tolist()
-        if not all(layer.holds(row) for layer in self.layers.values() for row in numbers):
+        if not self.holds(numbers):
             if self.elsewhere is not None:
                 features = self.elsewhere.features(batch)
             else:
@@ -132,7 +137,8 @@ class HiddenStates:
             at = new.to(tokens.device)
             last = {end - 1: features[end - 1][at]}
             (few, *found), _ = drafted_behind(self.target, tokens[at], last, vocabulary, share)
-            if not torch.allclose(few.float(), out.logits[at].float(), rtol=0.05, atol=0.05):
+            alike = type(self.few[1].lm_head) is type(self.target.lm_head)  # neither in 8 bits, or both
+            if alike and not torch.allclose(few.float(), out.logits[at].float(), rtol=0.05, atol=0.05):
                 raise ValueError(
                     f"{type(self.target.model).__name__} computes other logits for some tokens than for all; take "
                     "train.cache=none"
@@ -150,7 +156,8 @@ def with_few_logits(target: Target, vocabulary: Tensor) -> Target:
     head.in_features, head.out_features = target.lm_head.in_features, len(vocabulary)
     for name, parameter in target.lm_head.named_parameters():
         setattr(head, name, nn.Parameter(parameter.detach()[vocabulary], requires_grad=False))
-    model.set_output_embeddings(head)
+    whole = isinstance(target.lm_head, Int8Linear) and fits(head.weight)
+    model.set_output_embeddings(Int8Linear(head) if whole else head)
     return Target(model, returns=target.returns)
 
 

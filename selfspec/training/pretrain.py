@@ -30,6 +30,7 @@ from selfspec.data.instructions import conversations, instructions
 from selfspec.data.packing import Packed
 from selfspec.data.store import Corpus, in_a_row, tokenize
 from selfspec.data.tasks import TASKS, pool
+from selfspec.training.checkpoint import checkpoint_path
 from selfspec.training.loop import Loop, average
 from selfspec.training.loop_config import LoopConfig
 from selfspec.utils.checks import at_least, shares
@@ -192,7 +193,12 @@ def pretrain(
     """The first stage: train a model, and a tokenizer where None is given, into `folder/target`; figures hold bits per
     byte on the validation documents. Raises ValueError for a tokenizer of another vocabulary than the model's."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")
+    kept = next((folder / name for name in ("tokenizer", "target") if (folder / name).is_dir()), None)
+    if given is None and kept is not None and checkpoint_path(folder).is_file():  # the texts may be others by now
+        given = PreTrainedTokenizerFast.from_pretrained(kept)
     tokenizer = given or train_tokenizer((d.text for d in train), config.model.vocab_size)
+    if accelerator.is_main_process:
+        tokenizer.save_pretrained(folder / "tokenizer")
     if len(tokenizer) > config.model.vocab_size:
         raise ValueError(
             f"pretrain.tokenizer={config.tokenizer!r} has {len(tokenizer)} tokens; give at least that many as "

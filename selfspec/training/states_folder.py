@@ -44,7 +44,9 @@ class FromFolder(States):
         self.folder, self.first = folder, torch.zeros(0, dtype=torch.int64)
         self._kept, self._hashes, self._checked = list[Tensor](), list[Tensor](), set[int]()  # rows of each layer
         self.of_rows = (folder / ROWS).is_file()  # a training has kept them (`train.cache=disk`)
-        if self.of_rows:
+        if self.of_rows:  # of layers, some for other drafters, whose rows may be fewer
+            self.layers = [layer for layer in self.layers if layer - 1 in self.columns]
+            self.columns = {layer - 1: column for column, layer in enumerate(self.layers)}
             self._read_kept(str(read_json(about)["dtype"]), length)
             return
         paths, behind = sorted(folder.rglob("*.safetensors")), dict[bytes, bytes]()  # the text before each piece

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from selfspec.core.target import Target
 from selfspec.data.packing import Packed
+from selfspec.training.hidden import HiddenStates
 from selfspec.training.states import ABOUT, States, documents_of, key_of
 from selfspec.utils.files import read_json
 from selfspec.utils.openai_client import Refused, Servers, first_choice
@@ -158,11 +159,11 @@ class FromServer(States):
 
 
 class Ahead:
-    """Batches whose states are asked for some steps before they are read."""
+    """Batches whose states are asked for some steps before they are read, but for those that are kept."""
 
-    def __init__(self, batches: Packed, states: FromServer, steps: int) -> None:
+    def __init__(self, batches: Packed, states: FromServer, steps: int, kept: HiddenStates | None) -> None:
         """steps: of the whole run."""
-        self.batches, self.states, self.steps, self.asked = batches, states, steps, -1
+        self.batches, self.states, self.steps, self.kept, self.asked = batches, states, steps, kept, -1
 
     def __call__(self, step: int) -> dict[str, Tensor]:
         return self.batches.batch(step)
@@ -170,8 +171,13 @@ class Ahead:
     def prepare(self, step: int) -> None:
         """Have the states of a step here. Raises ConnectionError where the server is gone."""
         for ahead in range(max(step, self.asked), min(step + _AHEAD, self.steps)):
-            pieces = [piece for _, _, piece in documents_of(self.batches.batch(ahead))]
-            if not all(map(self.states.ask, pieces)):
+            if not all(map(self.states.ask, self._documents(ahead))):
                 break  # this step is asked for again when there is room
             self.asked = ahead + 1
-        self.states.wait([piece for _, _, piece in documents_of(self.batches.batch(step))])
+        self.states.wait(self._documents(step))
+
+    def _documents(self, step: int) -> list[Tensor]:
+        """Whose states a step asks the server for."""
+        if self.kept is not None and self.kept.holds(self.batches.numbers(step)):
+            return []
+        return [piece for _, _, piece in documents_of(self.batches.batch(step))]

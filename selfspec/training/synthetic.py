@@ -220,7 +220,7 @@ def _written(
     )
 
     def begun(i: int) -> Conversation:
-        temperature = answer_temperature(i, config.sampled)
+        temperature = answer_temperature(i, config.sampled, len(words))
         if i * _PLASTIC % 1 < config.edits:
             return Conversation.asked(i, template, edits[i], temperature)
         return Conversation.begun(i, template, words[i % len(words)], temperature)

@@ -195,7 +195,8 @@ def _hidden_states(run: DrafterRun, texts: Corpus, batches: Packed) -> HiddenSta
             dtype = target.text(two, False, reads=(last,)).features[last].dtype
     how = f"{dtype} {run.loop.precision}{' int8' * target.int8}"
     if run.states is not None:  # whose layers may be of another target with the same embeddings
-        how += f" {run.target_name} {run.config.states} {run.config.states_url} {run.states.layers}"
+        served = run.states.servers.model if isinstance(run.states, FromServer) else None  # at whatever address
+        how += f" {run.target_name} {run.config.states} {served} {run.states.layers}"
     place = states_folder(target, texts, batches, how)
     hidden = HiddenStates(target, run.drafter.reads, batches.per_epoch, batches.length, dtype, place, run.states)
     shard.say([hidden.summary])
@@ -214,7 +215,7 @@ def _fitted(
 ) -> Figures:
     """The training itself."""
     target, drafter, loop = run.target, module.drafter, run.loop
-    server = run.states if isinstance(run.states, FromServer) and module.hidden is None else None
+    server = run.states if isinstance(run.states, FromServer) else None
     world = accelerator.num_processes
     at_once = -(-batches.size // world // loop.accumulate) * batches.length
     shard.say([memory_line(target, drafter, at_once, world if shard.wanted() else 1)])
@@ -223,7 +224,7 @@ def _fitted(
         accelerator,
         module,
         [optimizer],
-        batches.batch if server is None else Ahead(batches, server, loop.steps),
+        batches.batch if server is None else Ahead(batches, server, loop.steps, module.hidden),
         validate,
         loop,
         run.folder,
@@ -241,7 +242,12 @@ def _fitted(
 def _step_cost(run: DrafterRun, module: DraftLoss, batches: Packed, world: int) -> Figures:
     piece = {key: value.chunk(run.loop.accumulate)[0] for key, value in batches.batch(0).items()}
     most = 20.0 if world == 1 else math.inf  # several processes make the same number of rounds
-    return relative_cost(module, run.target, piece, autocast(run.target.device, run.loop), most=most)
+    try:
+        return relative_cost(module, run.target, piece, autocast(run.target.device, run.loop), most=most)
+    except torch.OutOfMemoryError:  # all logits at once, which a training on kept states never holds
+        if world > 1:
+            raise
+        return {}
 
 
 def _add_decoded(figures: Figures, run: DrafterRun, samples: dict[str, list[Sample]], prompts: int) -> None:

@@ -93,7 +93,7 @@ def atomic(path: Path) -> Iterator[Path]:
         if old.exists() and not path.exists():
             os.replace(old, path)
         for rest in (scratch, old):
-            shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
+            shutil.rmtree(rest) if rest.is_dir() and not rest.is_symlink() else rest.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> Figures:

@@ -17,6 +17,7 @@ from selfspec.utils.files import Figures
 KEY = "OPENAI_API_KEY"  # of the environment; it is sent, and written nowhere
 _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # statuses after which the same request may succeed
 _FIRST, _LONGEST = 0.5, 30.0  # seconds of pauses between tries
+_TRIES = 5  # of a request at which a server fails, while it answers others
 _ANSWER = 3600.0  # seconds that one answer may take
 
 
@@ -105,7 +106,7 @@ class Servers:
         """What a server answers, tried again with growing pauses, each time at the least busy one of those that have
         not just failed. Raises Refused; ConnectionError where none has answered for `patience` seconds; ValueError
         where another model answers."""
-        pause, failed = _FIRST, 0.0
+        pause, failed, tries = _FIRST, 0.0, 0
         while True:
             with self._lock:
                 up = [url for url in self.urls if self._down[url] < time.monotonic()] or list(self.urls)
@@ -116,12 +117,14 @@ class Servers:
             try:
                 answer = self._asked(url, "POST", path, {"model": self.model, **body})
                 self._answered = time.monotonic()
-            except ConnectionError:
-                failed = failed or time.monotonic()
+            except ConnectionError as error:
+                failed, tries = failed or time.monotonic(), tries + 1
+                if "status 500" in str(error) and tries >= _TRIES and self._answered > failed:  # it is this request
+                    raise Refused(str(error)) from error
                 self._down[url] = time.monotonic() + pause
                 if self.closed or time.monotonic() - max(failed, self._answered) > self.patience:
                     raise
-                time.sleep(0.0 if len(up) > 1 else pause)
+                time.sleep(0.0 if min(self._down.values()) < time.monotonic() else pause)
                 pause = min(2 * pause, _LONGEST)
                 continue
             finally:

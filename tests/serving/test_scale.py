@@ -155,7 +155,7 @@ def test_memory_stays_over_100_000_sequences(tmp_path):
     folder = place / f"selfspec-states-{os.getpid()}"
     server = Simulated(folder, 4, 1e-5)
     states = FromServer(target, (1, 39, 76), server, None, 0.2)
-    batches, read, most = Ahead(Packed(corpus, 64, 8, 0), states, 10**6), 0, list[float]()
+    batches, read, most = Ahead(Packed(corpus, 64, 8, 0), states, 10**6, None), 0, list[float]()
     begun = time.perf_counter()
     step, on_disk = 0, 0
     while read < SEQUENCES:

@@ -18,14 +18,13 @@ from random import Random
 from typing import Any
 
 from selfspec.data.corpus import Document
+from selfspec.data.execution import fenced_blocks
 from selfspec.utils.progress import progress
 
 SPLITS = ("train", "validation", "evaluation")
 RESERVED = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls", "true", "false", "none"}
 _FILES = 3  # that use a word at least (of many files: 1%), for it to be a common one
 _WORDS, _FUNCTIONS = 20, 5  # fewer of them make no instructions
-_FENCE = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
-
 _REFERENCE = re.compile(r"####\s*(\S+)\s*$")
 _NUMBER = re.compile(r"(?<![\d.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+\b)?")
 
@@ -128,9 +127,8 @@ def _functions(text: str, size: tuple[int, int], most: int) -> list[tuple[str, s
 
 
 def code_of(answer: str) -> str:
-    """What stands between the first pair of fences, or the whole answer."""
-    found = _FENCE.search(answer)
-    return (found.group(1) if found else answer).strip()
+    """The first fenced block, or the whole answer."""
+    return next(iter(fenced_blocks(answer)), answer).strip()
 
 
 def fenced(language: str, code: str) -> str:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from selfspec.engine.kernels.native import binding, has_avx512, has_tiles, in_place, served
 from selfspec.utils.files import Figures, cache_folder, code_hash, private_folder, read_json, write_text
+from selfspec.utils.machine import processor
 
 ROWS = (1, 8, 16, 32)  # row counts at which kernels are measured
 VECTOR, STEP = 16, 32  # outputs of a vector, and inputs at a time; see packed.cpp
@@ -173,9 +174,9 @@ def _usual(outputs: int, width: int) -> Kernel | None:
 
 @cache
 def _machine() -> str:
-    parts = [torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()]
-    parts += [str(has_tiles()), str(torch.get_num_threads()), code_hash("engine")]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    here = processor(), torch.backends.cpu.get_cpu_capability(), has_tiles(), torch.get_num_threads()
+    parts = [torch.__version__, torch.__config__.show(), here, code_hash("engine")]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 @torch.inference_mode()
