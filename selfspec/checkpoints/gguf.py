@@ -13,6 +13,7 @@ from typing import Any
 
 from selfspec.utils.files import atomic, cache_folder
 
+_FORM = 2  # of what is kept: before, a file of which transformers left out a part was taken
 _GROWTH = 8  # bytes on disk for one of a file's at most: four bits become 16, and a scratch copy may lie beside
 
 
@@ -28,7 +29,8 @@ def dequantized(file: Path, folder: Path | None = None, quiet: bool = False) -> 
         if not file.is_file():
             raise FileNotFoundError(f"target {str(file)!r} is not a file")
         state = file.stat()
-        key = hashlib.sha256(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:16]
+        key = f"{_FORM} {file.resolve()} {state.st_size} {state.st_mtime_ns}"
+        key = hashlib.sha256(key.encode()).hexdigest()[:16]
         folder = cache_folder() / "targets" / f"{file.stem}-{key}"
     if (folder / "config.json").is_file():
         return folder
