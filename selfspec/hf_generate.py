@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from selfspec.core.generate import Result
-from selfspec.core.options import Options, as_seed, integer
+from selfspec.core.options import Options, as_seed
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.support import CACHE_NAMES
@@ -238,7 +238,7 @@ _CHANGING = (
     *("sequence_bias", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
     *("min_length", "min_new_tokens", "num_beams", "guidance_scale", "watermarking_config", "stop_strings"),
 )
-_SILENT = ("transformers_version", "do_sample", "bos_token_id", "pad_token_id", "use_cache")
+_SILENT = ("transformers_version", "do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
 # Settings that have no effect at this value
 _ONE = ("num_beams", "num_return_sequences", "repetition_penalty", "length_penalty", "typical_p")
 _ZERO = ("no_repeat_ngram_size", "min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff")
@@ -256,9 +256,9 @@ def sampling_of(config: GenerationConfig, own: GenerationConfig | None) -> Sampl
     return Sampling(**{name: setting(name, default) for name, default in _DRAWN.items()})
 
 
-def from_config(config: GenerationConfig, own: GenerationConfig | None) -> tuple[dict[str, Any], frozenset[int] | None]:
-    """The arguments that a GenerationConfig of transformers stands for, and its EOS ids (None: the target's own). own:
-    the model's, see `sampling_of`. Raises ValueError naming a setting that is not served here."""
+def from_config(config: GenerationConfig, own: GenerationConfig | None) -> dict[str, Any]:
+    """The arguments that a GenerationConfig of transformers stands for, beside its EOS ids. own: the model's, see
+    `sampling_of`. Raises ValueError naming a setting that is not served here."""
     if not isinstance(config, GenerationConfig):
         raise ValueError(f"generation_config is a {type(config).__name__}; give transformers' GenerationConfig")
     given = {key: value for key, value in config.to_diff_dict().items() if value is not None}
@@ -268,10 +268,6 @@ def from_config(config: GenerationConfig, own: GenerationConfig | None) -> tuple
     found = {ours: both.pop(key) for key, ours in _SERVED.items() if key in both}
     sampling = sampling_of(config, own)
     found |= {name: value for name in _DRAWN if (value := getattr(sampling, name)) is not None}
-    eos = both.pop("eos_token_id", None)
-    if eos is not None:
-        eos = eos.tolist() if hasattr(eos, "tolist") else eos
-        eos = [integer("generation_config.eos_token_id", one) for one in (eos if isinstance(eos, list) else [eos])]
     for key, value in sorted(both.items()):
         nothing = value is False or (key in _ONE and value == 1) or (key in _ZERO and value == 0)
         if not nothing and key not in (*_SILENT, *_DRAWN) and key[0] != "_":
@@ -281,4 +277,4 @@ def from_config(config: GenerationConfig, own: GenerationConfig | None) -> tuple
             if whose and key in (*_ONE, *_ZERO):
                 more = f"give {key}={int(key in _ONE)} in yours to leave it out, or {more}"
             raise ValueError(f"generation_config has {what}; {_UNSERVED.get(key, more)}")
-    return found, None if eos is None else frozenset(eos)
+    return found

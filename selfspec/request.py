@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from transformers import GenerationConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.core.options import Options, as_seed, end_tokens
+from selfspec.core.options import Options, as_seed, end_tokens, tokens_of
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.hf_generate import from_config, stopping
@@ -73,7 +73,7 @@ class Request:
             raise TypeError(f"{twice[0]}={kwargs[twice[0]]!r} is given twice, once by its place; give it once")
         kwargs = _renamed(kwargs, dict(zip(known, args, strict=False)))
         if (config := kwargs.get("generation_config")) is not None:
-            settings, _ = from_config(config, target.model.generation_config)
+            settings = from_config(config, target.model.generation_config)
             kwargs = {**{key: value for key, value in settings.items() if key not in known[: len(args)]}, **kwargs}
         for unknown in sorted(kwargs.keys() - set(known)):
             near = did_you_mean(unknown, [*known, *WORDS])
@@ -86,10 +86,8 @@ class Request:
         seed = 0 if self.seed is None and sampling.temperature == 0 else self.seed  # greedy text needs no noise
         none = self.stop is None or (isinstance(self.stop, (list, tuple)) and not self.stop)
         stops = () if none else (stopping("stop", tokenizer, self.stop, [*map(len, prompts)]),)  # type: ignore[arg-type]
-        config, eos = self.generation_config, None
-        if config is not None:
-            _, eos = from_config(config, target.model.generation_config)
-        eos = end_tokens(target) if eos is None else eos
+        given = None if self.generation_config is None else self.generation_config.eos_token_id
+        eos = end_tokens(target) if given is None else tokens_of(given, "generation_config.eos_token_id")
         return Options(self.max_new_tokens, sampling, as_seed(seed), eos, stops=stops)
 
 

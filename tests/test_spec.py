@@ -237,7 +237,7 @@ def test_a_generation_config_is_taken(spec):
     assert len(spec.generate(TEXTS, 4, generation_config=config, seed=5).token_ids[0]) == 4  # what is given counts
     greedy = GenerationConfig(max_new_tokens=9, temperature=0.8)  # transformers draws only with do_sample
     assert spec.generate(TEXTS, generation_config=greedy).token_ids == spec.generate(TEXTS, 9).token_ids
-    assert from_config(GenerationConfig(), GenerationConfig(max_new_tokens=5))[0]["max_new_tokens"] == 5  # the model's
+    assert from_config(GenerationConfig(), GenerationConfig(max_new_tokens=5))["max_new_tokens"] == 5  # the model's
     end = spec.generate(TEXTS[0], 9).token_ids[0][3]
     ended = spec.generate(TEXTS[0], generation_config=GenerationConfig(max_new_tokens=9, eos_token_id=end))
     assert ended.token_ids[0].index(end) == len(ended.token_ids[0]) - 1
@@ -262,7 +262,7 @@ def test_a_generation_config_means_what_transformers_says(call, own, spec, monke
     """The tokens that are left to draw from, and how likely they are, by transformers' own warpers; both ways in."""
     model, config = spec.target.model, GenerationConfig(max_new_tokens=12, **call)
     monkeypatch.setattr(model, "generation_config", GenerationConfig(eos_token_id=0, pad_token_id=0, **own))
-    arguments, _ = from_config(config, model.generation_config)
+    arguments = from_config(config, model.generation_config)
     names = ("temperature", "top_k", "top_p", "min_p")
     scores = torch.randn(6, spec.target.vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     ours = warp(scores, Sampling(**{name: arguments.get(name) for name in names}).warpers())

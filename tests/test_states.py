@@ -558,6 +558,9 @@ def test_commands_of_a_server(folder, tmp_path, monkeypatch):
     assert not environment
     assert words[words.index("--tensor-parallel-size") + 1] == "8"
     assert "--kv-transfer-config" not in words
+    positions = json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"]
+    words = server_command(folder, tmp_path, "python", 8001, positions, "float32")[1]
+    assert words[words.index("--max-model-len") + 1] == str(positions)  # more is refused by vLLM
     refused("--drafter mask", untrained, folder, "mask")
 
 

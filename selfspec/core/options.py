@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,10 +123,10 @@ def limited(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: in
 def end_tokens(target: Target) -> frozenset[int]:
     """The EOS ids of the target's generation config."""
     eos = target.model.generation_config.eos_token_id if target.model.generation_config is not None else None
-    if eos is None:
-        return frozenset()
-    eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
-    eos = eos if isinstance(eos, (list, tuple)) else [eos]
-    if odd := [token for token in eos if not isinstance(token, int)]:
-        raise ValueError(f"target {target.name!r}: generation_config.eos_token_id={odd[0]!r:.200} is no token")
-    return frozenset(eos)
+    return frozenset() if eos is None else tokens_of(eos, f"target {target.name!r}: generation_config.eos_token_id")
+
+
+def tokens_of(eos: Any, name: str) -> frozenset[int]:
+    """Of an eos_token_id of transformers: one, a list, or a tensor. Raises ValueError with its name."""
+    eos = eos.tolist() if hasattr(eos, "tolist") else eos
+    return frozenset(integer(name, one) for one in (eos if isinstance(eos, (list, tuple)) else [eos]))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.chat import THOUGHTS, Chat, without_nulls
+from selfspec.data.chat import NAMES, THOUGHTS, Chat, without_nulls
 from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import Document
 from selfspec.utils.checks import at_least, shares
@@ -21,7 +21,6 @@ from selfspec.utils.checks import at_least, shares
 _SMALL = 1000  # up to this many documents the split is by rank, so that no part is empty
 _FORMS = ("text", "messages", "conversations")
 _IDS, _MASK = "input_ids", "loss_mask"  # of records whose tokens an engine has written
-_ANSWERING = ("assistant", "gpt", "model", "chatgpt", "bing", "bard")  # roles, by any name, of who answers
 _ASKED = 8  # tokens before an answer that can be a question; fewer begin any text
 _NAMED = 10  # broken records whose reasons are listed
 
@@ -226,9 +225,9 @@ def _digest(record: object) -> float:
     text, turns = record.get("text"), record.get("messages") or record.get("conversations")
     if turns:
         said_by = [[t.get("role") or t.get("from"), t.get("content") or t.get("value")] for t in turns]
-        kinds = [str(role).lower() for role, _ in said_by]
-        asked = next((i for i, kind in enumerate(kinds) if kind not in (*_ANSWERING, "system", "developer")), 0)
-        answers = (i for i, kind in enumerate(kinds) if i > asked and kind in _ANSWERING)
+        kinds = [NAMES.get(str(role).lower(), str(role).lower()) for role, _ in said_by]
+        asked = next((i for i, kind in enumerate(kinds) if kind not in ("assistant", "system", "developer")), 0)
+        answers = (i for i, kind in enumerate(kinds) if i > asked and kind == "assistant")
         said = json.dumps(said_by[: next(answers, len(said_by))])
     elif isinstance(text, str) and text:
         said = text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -40,6 +40,15 @@ class Template:
                 "with plain text"
             )
         return cls(opening, answer, again)
+
+
+def check_own_questions(openings: object, temperature: object) -> None:
+    """Raises ValueError for what first questions can not begin with, and for no temperature of theirs."""
+    whole = isinstance(openings, Sequence) and not isinstance(openings, str)  # Hydra has lists of its own
+    if not whole or not openings or not all(isinstance(words, str) for words in openings):  # type: ignore[attr-defined]
+        raise ValueError(f"data.openings={openings!r} must list texts; [''] for none")
+    if not isinstance(temperature, (int, float)) or not 0 < temperature <= 2:
+        raise ValueError(f"data.question_temperature={temperature!r} must lie above 0, at most 2")
 
 
 def answer_temperature(number: int, sampled: float, openings: int = 1) -> float:

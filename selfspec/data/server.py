@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NoReturn, cast
 from selfspec.data.chat import Chat
 from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.documents import Records
-from selfspec.data.own_questions import Template, answer_temperature, usable
+from selfspec.data.own_questions import Template, answer_temperature, check_own_questions, usable
 from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import Figures, cache_folder, disk_room, write_text
 from selfspec.utils.openai_client import Refused, Servers, first_choice, server_urls
@@ -72,10 +72,7 @@ class Server(Records):
         shares(self, "data", "sampled")
         if self.source is None and self.conversations is None:
             raise ValueError("data.conversations: without data.source the model asks itself; say how many questions")
-        if not 0 < self.question_temperature <= 2:
-            raise ValueError(f"data.question_temperature={self.question_temperature!r} must lie above 0, at most 2")
-        if isinstance(self.openings, str) or not self.openings:
-            raise ValueError(f"data.openings={self.openings!r} must list texts; [''] for none")
+        check_own_questions(self.openings, self.question_temperature)
 
     def __str__(self) -> str:
         return f"data.url={self.url!r}"

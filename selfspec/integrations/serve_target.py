@@ -54,12 +54,15 @@ def server_command(
     drafter: Figures | None = None,
 ) -> tuple[dict[str, str], list[str]]:
     """Environment and command of a server. target: a folder or a hub id; folder: that hidden states are written into;
-    python: of vLLM's environment; length: tokens of a request at most; layers: whose states it hands out, in its own
-    counting (None: of none, for text); drafter: vLLM's speculative config of a drafter that it serves."""
+    python: of vLLM's environment; length: tokens of a request at most, as far as the target reaches; layers: whose
+    states it hands out, in its own counting (None: of none, for text); drafter: vLLM's speculative config of a drafter
+    that it serves."""
     place = Path(resolve(target))
+    config = read_json(place / "config.json") if (place / "config.json").is_file() else {}
+    most = min(length + 1, (config.get("text_config") or config).get("max_position_embeddings") or length + 1)
     words = [python, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", str(place.absolute()) if place.is_dir() else target, "--port", str(port)]
-    words += ["--served-model-name", target, "--dtype", dtype, "--max-model-len", str(length + 1)]
+    words += ["--served-model-name", target, "--dtype", dtype, "--max-model-len", str(most)]
     gpus, environment = torch.cuda.device_count(), dict[str, str]()
     if gpus > 1 and layers is not None:  # the first is the trainer's
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
@@ -82,7 +85,7 @@ def server_command(
         connector["kv_connector_extra_config"] = {"shared_storage_path": str(folder.absolute())}
         # States of a prompt are whole only where it is read in one pass, and not from a cache
         words += ["--no-enable-chunked-prefill", "--no-enable-prefix-caching"]
-        words += ["--max-num-batched-tokens", str(max(length + 1, 2048))]
+        words += ["--max-num-batched-tokens", str(max(most, 2048))]
         words += ["--speculative-config", json.dumps(drafting), "--kv-transfer-config", json.dumps(connector)]
     return environment, words
 

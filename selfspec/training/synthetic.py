@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -32,7 +32,7 @@ from selfspec.core.target import Target
 from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import PythonSource
 from selfspec.data.instructions import edits
-from selfspec.data.own_questions import Template, answer_temperature, first_paragraph, usable
+from selfspec.data.own_questions import Template, answer_temperature, check_own_questions, first_paragraph, usable
 from selfspec.data.store import Corpus, beginning, in_a_row
 from selfspec.data.tasks import EDITS, MOST
 from selfspec.training import shard
@@ -84,12 +84,8 @@ class Synthetic:
         for name in (*counts, "seed"):
             integer(f"data.{name}", getattr(self, name))
         at_least(self, "data", 1, *counts)
-        whole = isinstance(self.openings, Sequence) and not isinstance(self.openings, str)  # Hydra has lists of its own
-        if not whole or not self.openings or not all(isinstance(words, str) for words in self.openings):
-            raise ValueError(f"data.openings={self.openings!r} must list texts; [''] for none")
+        check_own_questions(self.openings, self.question_temperature)
         object.__setattr__(self, "openings", tuple(self.openings))
-        if not isinstance(warmth := self.question_temperature, (int, float)) or not 0 < warmth <= 2:
-            raise ValueError(f"data.question_temperature={warmth!r} must lie above 0, at most 2")
         shares(self, "data", "sampled", "edits")
         shares(self, "data", "validation_share", ends="()")
         for name in ("int8", "paragraph"):
