@@ -87,6 +87,8 @@ def load_target(
         _place(model, stock, device, divide)
     if int8:
         quantize(model)
+        if named and torch.cuda.is_available():
+            print("int8: the CPU computes, though a GPU is here", file=sys.stderr)
         if not has_kernel():
             print("int8: no kernel here (AVX2 or AVX-512 VNNI and a C++ compiler); torch multiplies", file=sys.stderr)
     if engine != "eager" and named and not int8:

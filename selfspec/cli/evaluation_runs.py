@@ -20,6 +20,7 @@ from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.loading import find_drafter, members_of
 from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, ShowRun
+from selfspec.cli.help import config_folder
 from selfspec.cli.origin import check_origin, origin
 from selfspec.cli.run_folders import as_plain, run_folder, typed
 from selfspec.cli.show import show
@@ -277,12 +278,11 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
         dtype = torch.bfloat16 if run.dtype == "auto" else getattr(torch, dtype_name(run.dtype))
         device = default_device() if run.device in (None, "auto") else str(run.device)
         check_device(device)
-        model = random_model(run.limits.config, dtype, device)
+        ours = config_folder().parent / run.limits.config  # from whatever folder
+        known = str(ours) if ours.is_file() and not Path(run.limits.config).exists() else run.limits.config
+        model = random_model(known, dtype, device)
         name = f"random weights of {run.limits.config}"
-        makers = {
-            drafter: partial(shaped_as, drafter_folder(drafter), trust=run.trust_code)
-            for drafter in run.limits.drafters
-        }
+        makers = {d: partial(shaped_as, drafter_folder(d), trust=run.trust_code) for d in run.limits.drafters}
     done = folder / "limits.json"
     with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
         figures: Figures = {"target": name, "forecast": run.limits.config is not None}

@@ -48,6 +48,8 @@ def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str
     keys `free` aside.
     """
     plain, path, lock = as_plain(config), folder / "config.yaml", folder / ".lock"
+    if begun.name != "state.pt" and not begun.exists() and (folder / "train.jsonl").is_file():
+        raise ValueError(f"{folder} holds a training, and no {begun.name}; give another folder or name=")
     if begun.exists():  # compared in all processes, none of which then waits for another
         kept = saved_config(begun) if not path.exists() and begun.suffix == ".pt" else None
         if kept is None and not path.exists():
