@@ -120,6 +120,9 @@ def _renamed(keywords: dict[str, Any], positional: dict[str, Any]) -> dict[str, 
         if warm is None and isinstance(config := words.get("generation_config"), GenerationConfig):
             words["generation_config"] = config = copy(config)  # which says how
             config.do_sample = sample
+            if sample and config.temperature == 0:
+                raise ValueError("do_sample=True and generation_config.temperature=0 contradict each other; give one")
+            words.pop("temperature", None)
             return words
         if warm is None:
             words["temperature"] = warm = float(sample)

@@ -79,6 +79,7 @@ def test_an_edit_is_right_where_nothing_else_changed():
         assert turn.check(f"Sure!\n\n{turn.answer}\nDone."), edit
         assert turn.check(turn.answer.replace("```", "~~~")), edit
         assert turn.check(f"{turn.answer[:-4]}```\nDone."), edit
+        assert turn.check(f"```It``` is changed.\nHere:{turn.answer}"), edit
         assert not turn.check(f"```\n{given_code}\n```"), edit  # nothing was done
         assert not turn.check("```python\npass\n```"), edit
         if edit.group != "reformat":

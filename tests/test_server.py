@@ -190,6 +190,9 @@ def test_a_request_at_which_a_server_always_fails_is_a_failure(pair, fake, tmp_p
     assert failed["id"] == 2
     assert "status 500" in failed["why"]
     assert len(list(data.records())) == 5
+    again = asking(pair, fake, tmp_path, errors=1, patience=0.2)  # where it is the only one that is left
+    again.write()
+    assert len((again.place / "failed.jsonl").read_text().splitlines()) == 1
 
 
 def test_its_own_questions(pair, fake, tmp_path, monkeypatch):

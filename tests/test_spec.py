@@ -464,6 +464,11 @@ def test_keywords_win_over_a_generation_config(llama):
     found = spec.generate([[5, 9, 2]], generation_config=cool, do_sample=True, seed=3)
     assert found.token_ids == spec.generate([[5, 9, 2]], 6, temperature=0.3, top_k=7, seed=3).token_ids
     assert cool.do_sample is False
+    greedy = spec.generate([[5, 9, 2]], generation_config=cool, do_sample=False, temperature=None)
+    assert greedy.token_ids == spec.generate([[5, 9, 2]], 6).token_ids
+    refused(
+        "contradict", spec.generate, [[5, 9, 2]], generation_config=GenerationConfig(temperature=0.0), do_sample=True
+    )
 
 
 def test_a_prompt_that_fills_the_context_is_no_short_answer(llama):

@@ -14,6 +14,7 @@ from typing import Any
 from selfspec.utils.files import atomic, cache_folder
 
 _FORM = 2  # of what is kept: before, a file of which transformers left out a part was taken
+_SCALING, _NONE = ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"), ("none", 0, 1)
 _GROWTH = 8  # bytes on disk for one of a file's at most: four bits become 16, and a scratch copy may lie beside
 
 
@@ -63,8 +64,8 @@ def _convert(file: Path, folder: Path) -> None:
         dtype = torch.float32 if widest <= {"F32", "F16"} else torch.bfloat16
         tensors = [tensor for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
         factors = [tensor.name for tensor in tensors if (tensor.data != 1).any()]
-        kinds = {name: field.contents() for name, field in reader.fields.items() if name.endswith("rope.scaling.type")}
-        factors += [name for name, kind in kinds.items() if kind != "none" and not name.startswith("gpt-oss")]
+        given = {name: field.contents() for name, field in reader.fields.items() if name.endswith(_SCALING)}
+        factors += [name for name, how in given.items() if how not in _NONE and not name.startswith("gpt-oss")]
         if factors:  # transformers reads neither, and would place tokens elsewhere
             raise NotImplementedError(f"scales positions by {factors[0]}, which is not read; take the model's folder")
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -9,7 +9,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import hydra
@@ -51,7 +51,9 @@ def launch(name: str, config_name: str, trains: bool, arguments: list[str]) -> N
         typed = (Path(a.partition("=")[2].strip("'\"")) for a in arguments if a.startswith("hydra.run.dir="))
         given = [part for place in typed for part in (place, *place.parents)]
         places = [place.resolve() for place in (*Path("runs").glob("**/"), *given) if place.is_dir()]
-        _empty.update(place for place in places if not any(place.iterdir()))
+        for place in places:
+            with suppress(PermissionError):  # what can not be listed is not ours to remove
+                _empty.update(() if any(place.iterdir()) else (place,))
         sys.argv = [sys.argv[0], *arguments]
         hydra.main(config_path=str(config_folder()), config_name=config_name, version_base="1.3")(TASKS[name])()
 

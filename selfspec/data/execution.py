@@ -30,7 +30,8 @@ _BEGINS = re.compile(r"^(?:import|from|def|async def|class|@)\b", re.MULTILINE) 
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 _ENDS = re.compile(r"\n(?=[^\s#)\]}@])")  # a line that begins another statement behind a function's body
 _FENCES = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
-_OPENS = re.compile(r"^(```|~~~)|\s(```|~~~)[\w+-]*$")  # a block, of a line without blanks around it
+# What opens a block, of a line without blanks around it: no code between two fences
+_OPENS = re.compile(r"^(```|~~~)`*[^`]*$|\s(```|~~~)[\w+-]*$|[^\s`~](```|~~~)[\w+-]+$")
 _TRIED = 8  # ends of a block, beginnings and ends of a program that are tried
 _HELPERS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What begins processes, ends those of others, or takes files away
@@ -113,12 +114,12 @@ def fenced_blocks(answer: str) -> list[str]:
         at += 1
         if opened is None:
             continue
-        mark = opened[1] or opened[2]
+        mark = next(filter(None, opened.groups()))
         ends = [i for i in range(at, len(lines)) if lines[i].strip().startswith(mark)]
         glued = [i for i in range(at, len(lines)) if lines[i].rstrip().endswith(mark) and i not in ends]
         blocks_to = [(i, "".join(lines[at:i])) for i in ends[:_TRIED]]
         blocks_to += [(i, "".join(lines[at : i + 1]).rstrip().rstrip(mark)) for i in glued[:_TRIED]]
-        blocks_to = blocks_to or [(len(lines), "".join(lines[at:]))]
+        blocks_to.append((len(lines), "".join(lines[at:])))
         end, block = next((found for found in blocks_to if _is_program(found[1])), blocks_to[0])
         blocks.append(block)
         at = end + 1

@@ -193,7 +193,7 @@ class Server(Records):
     def _conversation(self, i: int, chat: Chat | None) -> Figures:
         """A conversation with the server's answers. Raises Refused where it gives none."""
         chat = self._invented(i) if chat is None else chat
-        temperature = answer_temperature(i, self.sampled)
+        temperature = answer_temperature(i, self.sampled, len(self.openings) if self.source is None else 1)
         history, turns, finish, wrote = list[dict[str, Any]](), list[tuple[list[int], list[int]]](), list[str](), 0
         for message in [*chat.messages, {"role": "assistant", "content": ""}]:
             since = takewhile(lambda role: role != "assistant", (turn["role"] for turn in reversed(history)))
@@ -401,6 +401,9 @@ def _at_once(
                         raise
                     interrupted = again
                     print(f"interrupted: {len(going)} running requests are waited for", file=sys.stderr)
+                    continue
+                except Exception as broken:  # where questions come from
+                    interrupted = interrupted or broken
                     continue
                 for future in ended:
                     i, error = going.pop(future), future.exception()

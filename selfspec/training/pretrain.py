@@ -197,8 +197,6 @@ def pretrain(
     if given is None and kept is not None and checkpoint_path(folder).is_file():  # the texts may be others by now
         given = PreTrainedTokenizerFast.from_pretrained(kept)
     tokenizer = given or train_tokenizer((d.text for d in train), config.model.vocab_size)
-    if accelerator.is_main_process:
-        tokenizer.save_pretrained(folder / "tokenizer")
     if len(tokenizer) > config.model.vocab_size:
         raise ValueError(
             f"pretrain.tokenizer={config.tokenizer!r} has {len(tokenizer)} tokens; give at least that many as "
@@ -206,6 +204,9 @@ def pretrain(
         )
     torch.manual_seed(loop.seed)
     model = config.model.build(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    if accelerator.is_main_process and not checkpoint_path(folder).is_file():
+        with atomic(folder / "tokenizer") as scratch:
+            tokenizer.save_pretrained(scratch)
     among = loop.seed, accelerator.process_index, accelerator.num_processes
     batches = Packed(tokenize(train, tokenizer), config.length, loop.batch_size, *among)
     held_out = {"": tokenize(validation, tokenizer)}

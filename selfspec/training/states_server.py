@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -78,6 +78,13 @@ class FromServer(States):
                 self.held -= self._bytes(tokens)
             self._here[key] = (coming or self._pool.submit(self._fetched, tokens)).result()
         self.waited += time.perf_counter() - start
+
+    def forget(self, documents: Iterable[Tensor]) -> None:
+        """Of documents that were asked for, and are kept elsewhere by now."""
+        for tokens in documents:
+            if (coming := self._coming.pop(key_of(tokens), None)) is not None:
+                coming.cancel()
+                self.held -= self._bytes(tokens)
 
     def of(self, tokens: Tensor) -> Tensor:
         """Raises ConnectionError where the server is gone."""
@@ -175,6 +182,7 @@ class Ahead:
                 break  # this step is asked for again when there is room
             self.asked = ahead + 1
         self.states.wait(self._documents(step))
+        self.states.forget(piece for _, _, piece in documents_of(self.batches.batch(step)))
 
     def _documents(self, step: int) -> list[Tensor]:
         """Whose states a step asks the server for."""

@@ -106,7 +106,7 @@ class Servers:
         """What a server answers, tried again with growing pauses, each time at the least busy one of those that have
         not just failed. Raises Refused; ConnectionError where none has answered for `patience` seconds; ValueError
         where another model answers."""
-        pause, failed, tries = _FIRST, 0.0, 0
+        pause, failed, last, tries = _FIRST, 0.0, 0.0, 0
         while True:
             with self._lock:
                 up = [url for url in self.urls if self._down[url] < time.monotonic()] or list(self.urls)
@@ -118,11 +118,13 @@ class Servers:
                 answer = self._asked(url, "POST", path, {"model": self.model, **body})
                 self._answered = time.monotonic()
             except ConnectionError as error:
-                failed, tries = failed or time.monotonic(), tries + 1
-                if "status 500" in str(error) and tries >= _TRIES and self._answered > failed:  # it is this request
-                    raise Refused(str(error)) from error
-                self._down[url] = time.monotonic() + pause
-                if self.closed or time.monotonic() - max(failed, self._answered) > self.patience:
+                own, before, last = "status 500" in str(error), last, time.monotonic()
+                failed, tries = failed or last, tries + 1
+                late = last - max(failed, self._answered) > self.patience
+                if own and not self.closed and (late or (tries >= _TRIES and self._answered > before > 0)):
+                    raise Refused(str(error)) from error  # the server is there, and fails at this request
+                self._down[url] = last + pause
+                if self.closed or late:
                     raise
                 time.sleep(0.0 if min(self._down.values()) < time.monotonic() else pause)
                 pause = min(2 * pause, _LONGEST)
