@@ -125,10 +125,12 @@ def source_root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def plots() -> Iterator[Callable[..., dict[str, Path]]]:
-    """The plots of a training, a fifth of the time of a tiny one; drawn by the one test that asks for them."""
+    """Plots, a fifth of the time of a tiny training; drawn by the tests that ask for them."""
     drawing = selfspec.evaluation.plots.plot_training
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selfspec.evaluation.plots, "plot_training", lambda records, folder: {})
+        for place in ("evaluation_runs", "reports"):
+            patch.setattr(f"selfspec.cli.{place}.plot_points", lambda rows, folder: {})
         patch.setattr("selfspec.budget.learned.crowded", lambda: False)  # whatever runs beside the tests
         yield drawing
 
@@ -237,11 +239,6 @@ class Watch:
 
     def observe(self, accepted: Accepted) -> None:
         self.inner.observe(accepted)
-
-
-@pytest.fixture
-def make_config() -> Any:
-    return OmegaConf.create
 
 
 def compose_config(config_name: str, *overrides: str) -> DictConfig:

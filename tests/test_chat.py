@@ -168,17 +168,9 @@ def test_thoughts_that_a_template_writes_anew(special):
     documents, _ = made.documents(turns, "x")
     assert counted(made, turns) == [[said], ["<think>\nyes\n</think>\n\nYes.<|im_end|>"]]
     assert "easy" not in documents[1].text  # as the model will see it
-    reasoned = Chat.of(
-        {"messages": [{"role": "user", "content": "2 + 2?"}]}
-        | {"conversations": None}
-        | {
-            "messages": [
-                {"role": "user", "content": "2 + 2?"},
-                {"role": "assistant", "content": "It is four.", "reasoning_content": "easy"},
-            ]
-        },
-        "x",
-    )
+    turns = [{"role": "user", "content": "2 + 2?"}]
+    turns.append({"role": "assistant", "content": "It is four.", "reasoning_content": "easy"})
+    reasoned = Chat.of({"conversations": None, "messages": turns}, "x")
     assert counted(made, reasoned) == [[said]]
     quiet = template(special, REWRITTEN, "<|im_end|>", enable_thinking=False)
     assert counted(quiet, talk("2 + 2?", "It is four.")) == [["It is four.<|im_end|>"]]

@@ -55,13 +55,6 @@ def test_lora_folders_are_stock_peft(folder, tiny_folder):
             torch.testing.assert_close(ours[k], stock.get_output_embeddings()(hidden))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_loads_in_another_dtype(dtype, folder, tiny_folder):
-    target, tokenizer = load_target(tiny_folder, dtype=dtype)
-    assert str(target.dtype) == f"torch.{dtype}"
-    assert load_drafter(folder, target, tokenizer).kind == "medusa"
-
-
 def test_heads_of_another_target_are_refused_by_both_names(folder, tokenizer, tiny_folder, tmp_path):
     other = save_tiny(tmp_path / "other", tokenizer, hidden_size=64)
     refused(f"{tiny_folder}.*{other}", load_drafter, folder, load_target(other)[0])

@@ -20,7 +20,6 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.data.corpus import PythonSource
-from selfspec.data.cut_prompts import cut_prompts
 from selfspec.data.questions import SETS
 from selfspec.data.tasks import TASKS
 from selfspec.evaluation import peers
@@ -308,14 +307,6 @@ def test_memory_is_what_is_held_beside_the_target():
     own = sum(p.numel() for p in drafter.trained().values()) * 4
     assert held_bytes(drafter, target.model) == own
     assert held_bytes(drafter.eval(), target.model) > own  # what is laid out for decoding
-
-
-def test_prompts_cut_from_modules(tokenizer):
-    documents = PythonSource().evaluation()
-    prompts = cut_prompts(documents, tokenizer, 4, 48)
-    assert len({tuple(p) for p in prompts}) == 4
-    assert {len(p) for p in prompts} == {48}
-    refused("no usable example", cut_prompts, [], tokenizer, 4, 48)
 
 
 ENGINE = """

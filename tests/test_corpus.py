@@ -188,6 +188,7 @@ def test_prompts_have_their_length_and_start_a_line(tokenizer):
     for prompt in prompts:
         text = tokenizer.decode(prompt[:-2])
         assert any(d.text.startswith(text) or "\n" + text in d.text for d in documents)
+    refused("no usable example", cut_prompts, [], tokenizer, 4, 48)
 
 
 def test_texts_that_are_cut_begin_as_whole_ones_do(tokenizer):

@@ -504,9 +504,13 @@ def test_without_a_compiler_the_package_to_install_is_named(monkeypatch, request
 
 
 def test_auto_compiles_unless_the_environment_says_otherwise(monkeypatch):
+    monkeypatch.setattr(choose, "_check_compiling", lambda device: None)
     assert engine_for("auto", torch.device("cpu")).name == "eager"  # the environment of these tests says so
     monkeypatch.delenv("SELFSPEC_ENGINE")
-    assert engine_for("auto", torch.device("cpu")).name == "compiled"
+    auto, asked = (engine_for(name, torch.device("cpu")) for name in ("auto", "compiled"))
+    assert (auto.name, auto.later, asked.later) == ("compiled", LATER, 0)  # who asks gets it at once
+    monkeypatch.setenv("SELFSPEC_ENGINE", "compiled")
+    assert engine_for("auto", torch.device("cpu")).later == 0
     monkeypatch.setenv("SELFSPEC_ENGINE", "fast")
     refused("SELFSPEC_ENGINE='fast' in the environment must be one of", engine_for, "auto", torch.device("cpu"))
     monkeypatch.setenv("SELFSPEC_ENGINE", "")
@@ -651,13 +655,3 @@ def test_what_a_thread_can_not_compile_runs_as_it_is(monkeypatch):
     engine._worker.join(60)
     assert engine.run(_twice, torch.ones(1)).tolist() == [2]
     assert engine.failed == {"_twice": "RuntimeError: the disk is gone"}
-
-
-def test_only_auto_waits(monkeypatch):
-    """Whoever asks for compiled passes gets them at once, as do measurements."""
-    monkeypatch.delenv("SELFSPEC_ENGINE", raising=False)
-    monkeypatch.setattr(choose, "_check_compiling", lambda device: None)
-    assert engine_for("auto", torch.device("cpu")).later == LATER
-    assert engine_for("compiled", torch.device("cpu")).later == 0
-    monkeypatch.setenv("SELFSPEC_ENGINE", "compiled")
-    assert engine_for("auto", torch.device("cpu")).later == 0

@@ -106,7 +106,7 @@ def test_speculative_text_is_plain_text(folder, engine, tokenizer, tmp_path):
     assert "int8" in repr(spec)
     assert spec.target.exactness.startswith("int8")
     prompts = [[5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9]][: 2 if engine == "eager" else 1]
-    for temperature in (0.0, 1.0) if engine == "eager" else (1.0,):  # each compiles shapes of its own
+    for temperature in (0.0, 1.0) if engine == "eager" else (0.0,):  # each compiles shapes of its own
         arguments = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
         plain = spec.autoregressive(prompts, **arguments)
         nodes = 8 if engine == "eager" else 2

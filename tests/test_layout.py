@@ -1,12 +1,9 @@
 """Where code lives and which way it is imported, held by reading the source."""
 
 import ast
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "selfspec"
@@ -88,21 +85,6 @@ def test_arrows_point_one_way_and_in_no_circle():
     assert faults(FILES) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "fault"),
-    [
-        ("core/tree.py", "from selfspec.drafters.base import Drafter", "core/tree.py imports drafters/base.py"),
-        ("core/stats.py", "import selfspec.data.corpus", "core/stats.py imports data/corpus.py"),
-        ("drafters/medusa.py", "from selfspec.training import loop", "drafters/medusa.py imports training/loop.py"),
-        ("training/loop.py", "from selfspec.evaluation.plots import plot_rules", "training/loop.py imports evaluation"),
-        ("core/sampling.py", "from selfspec.core.generate import clock", "circle: "),
-        ("utils/files.py", "def f():\n    from selfspec.api import load", "utils/files.py imports api.py"),
-    ],
-)
-def test_a_planted_fault_is_found(name, line, fault):
-    assert any(found.startswith(fault) for found in faults({**FILES, name: FILES[name] + "\n" + line + "\n"}))
-
-
 def test_the_core_imports_torch_and_transformers_alone():
     for name in (n for n in FILES if n.startswith("core/")):
         allowed = {"torch", "transformers", "selfspec", *sys.stdlib_module_names}
@@ -159,11 +141,6 @@ def test_entry_points_are_scripts_with_safe_names():
         names = {p.stem for p in (ROOT / folder).glob("*.py")}
         assert "__init__" not in names
         assert not names & {"hydra", "peft", "datasets", "wandb", "torch", "transformers", "accelerate"}
-
-
-def test_importing_selfspec_is_light():
-    code = "import sys, selfspec; assert not {'torch', 'transformers', 'wandb', 'hydra'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_readme_is_short():

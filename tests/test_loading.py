@@ -10,7 +10,7 @@ import torch
 from conftest import made, random_drafter, refused, save_tiny, tiny_model
 from families import build
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, QuantoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import selfspec
 from selfspec.api import Spec
@@ -185,18 +185,6 @@ def test_tied_and_untied_embeddings(tmp_path, tokenizer, tied):
     same = spec.target.lm_head.weight is spec.target.model.get_input_embeddings().weight
     assert same == tied
     check(spec)
-
-
-def test_quantized_weights(tmp_path, tokenizer):
-    folder = save_tiny(tmp_path / "target", tokenizer)
-    loading = {"quantization_config": QuantoConfig(weights="int8")}
-    heads = with_heads(tmp_path / "drafter", folder, folder, **loading)
-    spec = selfspec.load(str(heads), **loading)
-    assert type(spec.target.layers[0].self_attn.q_proj.weight).__name__ == "WeightQBytesTensor"
-    check(spec)
-    refused("target", selfspec.load, str(heads))
-    plain = with_heads(tmp_path / "plain", folder, folder)
-    assert selfspec.load(str(plain), dtype="float16", quantization_config=None).target.dtype == torch.float16
 
 
 def test_a_cache_beyond_memory_is_refused_with_its_size(heads_folder, monkeypatch):

@@ -285,6 +285,8 @@ def test_files_as_others_publish_them(tokenizer, tmp_path):
         ('{"turns": ["a", " "]}', "line 1: a turn without text: ' '"),
         ('{"turns": [3]}', "line 1: a turn without text: 3"),
         ('{"prompt": "\\ud800"}', "line 1: a turn with half of a surrogate pair"),
+        ('{"turns": "hello"}', "line 1: turns must be a list of texts, not 'hello'"),
+        ('{"prompt": "word", "question_id": NaN}', r"line 1: not JSON \(NaN is no number of JSON\)"),
         ('{"messages": [{"role": ["user"], "content": "x"}]}', "line 1: a turn needs `role` and `content`"),
         ('{"messages": [{"role": "system", "content": "x"}]}', "line 1: asks nothing"),
         ("", "asks nothing"),

@@ -53,8 +53,8 @@ from selfspec.utils.tracking import Logged, RunLog, WandbConfig, whole_lines
 # -- the folder
 
 
-def test_one_process_at_a_time(tmp_path, make_config):
-    config, folder = make_config({"name": "x", "loop": {"steps": 3}}), tmp_path / "run"
+def test_one_process_at_a_time(tmp_path):
+    config, folder = OmegaConf.create({"name": "x", "loop": {"steps": 3}}), tmp_path / "run"
     with run_folder(config, folder, folder / "begun"):
         (folder / "begun").touch()
         again = run_folder(config, folder, folder / "begun")
@@ -63,26 +63,29 @@ def test_one_process_at_a_time(tmp_path, make_config):
         assert plain["loop"]["steps"] == 3
 
 
-def test_keys_that_differ_are_named(tmp_path, make_config):
+def test_keys_that_differ_are_named(tmp_path):
     first = {"name": "x", "loop": {"steps": 3, "seed": 1}, "wandb": {"tags": []}, "drafter": {"heads": 4}}
-    with run_folder(make_config(first), tmp_path, tmp_path / "begun"):
+    with run_folder(OmegaConf.create(first), tmp_path, tmp_path / "begun"):
         (tmp_path / "begun").touch()
     other = {"name": "x", "loop": {"steps": 9, "seed": 2}, "wandb": {"tags": ["a"]}, "drafter": {"rank": 4}}
     message = "drafter.heads was 4, now not there; drafter.rank was not there, now 4; loop.seed was 1, now 2; give"
-    refused(message, run_folder(make_config(other), tmp_path, tmp_path / "begun").__enter__)
+    refused(message, run_folder(OmegaConf.create(other), tmp_path, tmp_path / "begun").__enter__)
 
 
-def test_a_run_that_fails_at_once_leaves_no_folder(tmp_path, make_config):
-    with pytest.raises(OSError, match="boom"), run_folder(make_config({"name": "x"}), tmp_path / "run", tmp_path / "x"):
+def test_a_run_that_fails_at_once_leaves_no_folder(tmp_path):
+    with (
+        pytest.raises(OSError, match="boom"),
+        run_folder(OmegaConf.create({"name": "x"}), tmp_path / "run", tmp_path / "x"),
+    ):
         raise OSError("boom")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("text", ["", "- 3", "{a: [b", "\udcff"])
-def test_a_damaged_config_is_named(text, tmp_path, make_config):
+def test_a_damaged_config_is_named(text, tmp_path):
     (tmp_path / "begun").touch()
     (tmp_path / "config.yaml").write_bytes(text.encode(errors="surrogateescape"))
-    damaged = run_folder(make_config({"name": "x"}), tmp_path, tmp_path / "begun")
+    damaged = run_folder(OmegaConf.create({"name": "x"}), tmp_path, tmp_path / "begun")
     refused("config.yaml is damaged.*delete the folder", damaged.__enter__)
 
 
@@ -116,6 +119,7 @@ def test_nothing_is_written_beside_runs(tmp_path, monkeypatch):
 def test_a_failing_point_does_not_end_a_sweep(tmp_path, monkeypatch, heads_folder, source_root, capsys):
     monkeypatch.chdir(tmp_path)
     small = "decode.prompts=2 decode.prompt_tokens=8 decode.max_new_tokens=6 decode.questions=source logger=none"
+    small += " decode.repeats=1 decode.arms=[autoregressive,speculative]"
     swept = ("-m", f"drafter={heads_folder},{tmp_path}", f"data.root={source_root}", *small.split())
     assert typed("decode", *swept) == 2
     told = capsys.readouterr()
@@ -500,8 +504,9 @@ def test_what_is_finished_stays(heads_folder, tiny_folder, source_root, tmp_path
         in said
     )
 
-    short = ("decode.questions=source", "decode.prompts=1", "decode.max_new_tokens=4", "decode.prompt_tokens=8")
-    again = ("decode", f"drafter={heads_folder}", "logger=none", f"data.root={source_root}", *short)
+    short = "decode.questions=source decode.prompts=1 decode.max_new_tokens=4 decode.prompt_tokens=8 decode.repeats=1"
+    arms = "decode.arms=[autoregressive,speculative]"
+    again = ("decode", f"drafter={heads_folder}", "logger=none", f"data.root={source_root}", *short.split(), arms)
     for said in (False, True):
         assert typed(*again, "hydra.run.dir=runs/point") == 0
         assert ("runs/point is finished" in capsys.readouterr().out) == said
@@ -543,8 +548,9 @@ def test_what_was_measured_of_another_drafter_is_no_result_of_this_one(
     """Finished or killed: a drafter that was trained anew under its name, and another machine."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(heads_folder, "mine")
-    short = ("decode.questions=source", "decode.prompts=1", "decode.max_new_tokens=4", "decode.prompt_tokens=8")
-    again = ("decode", "drafter=mine+prompt_lookup", "logger=none", f"data.root={source_root}", *short)
+    short = "decode.questions=source decode.prompts=1 decode.max_new_tokens=4 decode.prompt_tokens=8 decode.repeats=1"
+    arms = "decode.arms=[autoregressive,speculative]"
+    again = ("decode", "drafter=mine+prompt_lookup", "logger=none", f"data.root={source_root}", *short.split(), arms)
     assert typed(*again, "hydra.run.dir=runs/point") == 0
     Path("mine").rename("before")
     spec = selfspec.load("before")

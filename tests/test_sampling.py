@@ -90,11 +90,6 @@ def test_neighbours_are_independent(name, lag):
     assert abs(chi_square(torch.bincount(cells, minlength=400).double())) < 4
 
 
-def test_coordinates_do_not_stand_in_for_each_other():
-    values = {reference_bits(a, b, c, d) for a in range(6) for b in range(6) for c in range(6) for d in range(6)}
-    assert len(values) == 6**4
-
-
 def test_every_bit_flips_half_of_the_time():
     ids = torch.arange(20_000)
     a, b = (noise_bits(scalar(0), scalar(0), scalar(p), ids) for p in (10, 11))
