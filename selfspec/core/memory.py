@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -13,6 +12,8 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+
+from selfspec.utils.machine import private_memory
 
 
 def constant(values: float | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -66,8 +67,7 @@ def own_storage(part: Tensor) -> Tensor:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """As torch.zeros; on CPUs memory is taken where it is first written to, since much of a cache never is."""
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not size or not hasattr(mmap, "MAP_ANONYMOUS"):
+    if device.type != "cpu" or not size:
         with no_room("a cache; give fewer rows or a smaller max_new_tokens"):
             return torch.zeros(shape, dtype=dtype, device=device)
-    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(room, dtype=dtype).view(shape)
+    return torch.frombuffer(private_memory(size), dtype=dtype).view(shape)

@@ -72,15 +72,18 @@ class Part(NamedTuple):
     cache_name: str
     takes_positions: bool
 
-    def masks(self, of_windows: list[Tensor]) -> Tensor | dict[str, Tensor | None]:
-        """As the module takes masks, one for each of the windows; layers with a state take none."""
-        if len(of_windows) == 1:
-            return of_windows[0]
-        return {"linear_attention": None, **dict(zip(self.windows, of_windows, strict=True))}
+    def masks(self, of_windows: list[Tensor]) -> Any:
+        """As the module takes masks, one for each of the windows."""
+        return by_type(dict(zip(self.windows, of_windows, strict=True)))
 
     def arguments(self, positions: Tensor | None, cache: PassCache) -> dict[str, Any]:
         """Arguments of the module."""
         return {self.cache_name: cache, **({"position_ids": positions} if self.takes_positions else {})}
+
+
+def by_type(masks: dict[str, Tensor]) -> Any:
+    """Masks as models take them: one, or one for each type of their layers; those with a state take none."""
+    return {"linear_attention": None, "conv": None, **masks} if len(masks) > 1 else next(iter(masks.values()))
 
 
 def sized(tree: DraftTree, idle: int, n: int) -> tuple[Tensor, Tensor | None]:

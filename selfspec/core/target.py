@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from selfspec.core.cache import KVCache
 from selfspec.core.changes import Changes
 from selfspec.core.masks import restarting, within
 from selfspec.core.pass_cache import TextCache
-from selfspec.core.passes import Entry, Part, Pass, Skipped, read_output, sized, tree_pass_alone
+from selfspec.core.passes import Entry, Part, Pass, Skipped, by_type, read_output, sized, tree_pass_alone
 from selfspec.core.quantized import Int8Linear
 from selfspec.core.recurrent.mixers import LayerState, mixers, over_trees
 from selfspec.core.support import (
@@ -280,6 +281,8 @@ class Target:
         start, stop = layers or (0, self.n_layers)
         if self.recurrent and start < self.n_layers:
             full = masks["full_attention"] if isinstance(masks, dict) else masks
+            if documents is not None and "full_attention" not in self.windows:
+                full = within(documents, self.dtype, None)  # states have no window
             cache.see(None if full is None else (full[:, 0] == 0).expand(len(tokens), -1, -1))
             if all(pair is None for pair in self._one_token()[0]):  # no layer attends
                 masks = None
@@ -294,7 +297,6 @@ class Target:
         final = outputs[-1 if stop == self.n_layers else stop - 1]
         return Pass(out.logits if whole else None, final, {i: outputs[i] for i in reads})
 
-    def per_type(self, mask: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-        """Masks as the model takes them, made by `mask` of each layer type's window: one, or one for each type."""
-        masks = {name: mask(window) for name, window in self.windows.items()}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+    def per_type(self, mask: Callable[[int | None], Tensor]) -> Any:
+        """Masks as the model takes them, made by `mask` of each layer type's window."""
+        return by_type({name: mask(window) for name, window in self.windows.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import re
@@ -55,6 +56,12 @@ def processor() -> dict[str, str]:
     fields = {name.strip(): value.strip() for name, value in pairs}
     known = {name: fields.get(name, "") for name in ("model name", "vendor_id", "flags")}
     return {**known, "model name": known["model name"] or platform.processor()}
+
+
+def private_memory(size: int) -> mmap.mmap:
+    """Bytes that are taken where they are first written to, and that a forked process has for itself."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    return mmap.mmap(-1, size, **private)
 
 
 def crowded() -> bool:

@@ -14,7 +14,7 @@ constexpr int TOGETHER = 3, SPAN = 1;
 
 // e^x for x <= 0, relative error below 2^-22; 0 below -87. (Cephes' expf polynomial.)
 inline Floats exponential(Floats given) {
-  const Floats x = larger(given, all(-87.0f));
+  const Floats x = larger(all(-87.0f), given);  // of two, the second where one is NaN
   const Floats n = whole(multiply(x, all(1.44269504f)));
   Floats r = fnmadd(n, all(0.693359375f), x);
   r = fnmadd(n, all(-2.12194440e-4f), r);

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from selfspec.engine.kernels.native import binding, has_avx512, has_tiles, in_place, served
 from selfspec.utils.files import Figures, cache_folder, code_hash, private_folder, read_json, write_text
-from selfspec.utils.machine import processor
+from selfspec.utils.machine import private_memory, processor
 
 ROWS = (1, 8, 16, 32)  # row counts at which kernels are measured
 VECTOR, STEP = 16, 32  # outputs of a vector, and inputs at a time; see packed.cpp
@@ -64,7 +64,7 @@ class _Pages:
         size = -(-dtype.itemsize * count // 64) * 64
         with _lock:
             if self.chunk is None or self.used + size > len(self.chunk):
-                self.chunk, self.used = mmap.mmap(-1, max(_CHUNK, size)), 0
+                self.chunk, self.used = private_memory(max(_CHUNK, size)), 0
                 with suppress(AttributeError, OSError):
                     self.chunk.madvise(mmap.MADV_HUGEPAGE)
             room = torch.frombuffer(self.chunk, dtype=dtype, count=count, offset=self.used)

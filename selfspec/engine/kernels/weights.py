@@ -25,12 +25,13 @@ _lock = threading.RLock()
 
 
 class LaidOut(NamedTuple):
-    """Weights side by side, as their kernel reads them. addresses, versions, samples: of the weights when they were
-    laid out."""
+    """Weights side by side, as their kernel reads them. addresses, lengths, versions, samples: of the weights when they
+    were laid out."""
 
     kernel: Kernel
     weights: Any
     addresses: tuple[int, ...]
+    lengths: tuple[int, ...]
     versions: tuple[int, ...]
     samples: tuple[Tensor, ...]
 
@@ -104,8 +105,8 @@ def laid_out(weights: Sequence[Tensor]) -> LaidOut | None:
     known = _laid_out.get(first)
     if known is None or len(weights) != len(known.addresses):
         return _lay_out(weights)
-    for weight, address, version in zip(weights, known.addresses, known.versions, strict=True):
-        if weight._version != version or weight.data_ptr() != address:
+    for weight, address, length, version in zip(weights, *known[2:5], strict=True):
+        if weight._version != version or weight.data_ptr() != address or len(weight) != length:
             return _lay_out(weights)
     return known
 
@@ -127,7 +128,8 @@ def _lay_out(weights: Sequence[Tensor]) -> LaidOut | None:
         versions = tuple(weight._version for weight in weights)
         together = torch.cat([*weights]) if len(weights) > 1 else weights[0].detach()
         samples = tuple(sampled(weight).clone() for weight in weights)
-        known = _laid_out[addresses[0]] = LaidOut(kernel, kernel.lay_out(together), addresses, versions, samples)
+        what = kernel.lay_out(together), addresses, tuple(map(len, weights))
+        known = _laid_out[addresses[0]] = LaidOut(kernel, *what, versions, samples)
     return known
 
 
