@@ -92,7 +92,8 @@ class Spec:
         self._learned.add_call(result.stats)
         if forecast is not None:
             self._learned.drop_stale_costs(result.stats, len(result.token_ids), options.sampling.temperature > 0)
-        parts = result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed
+        made = ["" if self.tokenizer is None else text_of(self.tokenizer, row) for row in result.token_ids]
+        parts = result.token_ids, made, result.from_draft, result.stats, options.seed
         trace = None if tracer is None else tracer.trace(result.stats)
         reasons = ["stop" if stopped else "length" for stopped in result.stopped]
         return Generated(*parts, rule, forecast, trace, self.tokenizer, reasons)
@@ -241,11 +242,6 @@ class Spec:
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of prompts; see `selfspec.encode.encode`."""
         return encode(prompts, self.tokenizer, self.target.name)
-
-    def _decode(self, rows: list[list[int]]) -> list[str]:
-        if self.tokenizer is None:
-            return ["" for _ in rows]
-        return [text_of(self.tokenizer, row) for row in rows]
 
 
 @atexit.register

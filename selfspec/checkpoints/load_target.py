@@ -84,7 +84,12 @@ def load_target(
     saved_hash = weights_hash(model, torch.bfloat16) if changed else None  # float16 would round what it can not hold
     saved_dtype = model.get_output_embeddings().weight.dtype if stock is not None else None
     with no_room(f"target {name!r} on {device}"):
-        _place(model, stock, device, divide)
+        if stock is not None:
+            stock.cast()
+        if divide is not None:
+            divide(model)
+        elif device is not None:
+            model.to(device)  # type: ignore[arg-type]
     if int8:
         quantize(model)
         if named and torch.cuda.is_available():
@@ -117,18 +122,6 @@ def _model(source: Any, revision: str | None, fetching: Figures, loading: Figure
         raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
     refuse_any(model)
     return model, name, path
-
-
-def _place(
-    model: Any, stock: Stock | None, device: str | None, divide: Callable[[PreTrainedModel], None] | None
-) -> None:
-    """Cast and move a model. stock: it in the wanted dtype, None where it has that."""
-    if stock is not None:
-        stock.cast()
-    if divide is not None:
-        divide(model)
-    elif device is not None:
-        model.to(device)
 
 
 def _read(name: str, path: str, revision: str | None, fetching: Figures, loading: Figures) -> PreTrainedModel:

@@ -4,8 +4,7 @@ drafters at each size, and what transformers itself offers."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -153,18 +152,20 @@ def hf_generate(
         counted[0] += 1
 
     handle = spec.target.layers[-1].register_forward_hook(count) if drafts else None
+    # Without a repetition penalty, top-p and top-k of the target's own, which the other arms do not apply either
+    kept, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        with without_defaults(model):
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=min(max_new_tokens, room),
-                eos_token_id=sorted(eos) or None,
-                pad_token_id=min(eos, default=0),
-                **sampled,
-                **method,
-            )
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=min(max_new_tokens, room),
+            eos_token_id=sorted(eos) or None,
+            pad_token_id=min(eos, default=0),
+            **sampled,
+            **method,
+        )
     finally:
+        model.generation_config = kept
         if handle is not None:
             handle.remove()
     rows = []
@@ -173,15 +174,3 @@ def hf_generate(
         rows.append(row[:end])
     passes = counted[0] if drafts else sum(map(len, rows))
     return Generated(rows, [], [[False] * len(row) for row in rows], Stats(passes, passes, tokens=sum(map(len, rows))))
-
-
-@contextmanager
-def without_defaults(model: Any) -> Iterator[None]:
-    """transformers' generate without the rules that the target's generation_config brings: a repetition penalty, top-p
-    and top-k of its own, which the other arms do not apply either."""
-    kept = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = kept

@@ -21,14 +21,8 @@ from selfspec.utils.files import read_json
 from selfspec.utils.openai_client import Refused, Servers, first_choice
 
 SERVER = "server"  # the value of train.states that asks one
-
-
 _AT_ONCE = 16  # requests that a server has at a time
-
-
 _AHEAD = 64  # steps that are asked for in advance, at most
-
-
 _AGAIN = 3  # requests for states whose file a server did not write
 
 

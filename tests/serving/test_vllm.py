@@ -18,7 +18,7 @@ import pytest
 import torch
 from chains import Chain
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import selfspec
 from selfspec.checkpoints.embedded import resolve
@@ -31,7 +31,6 @@ from selfspec.data.corpus import PythonSource
 from selfspec.data.questions import Asking, read_questions
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
-from selfspec.evaluation.arms import without_defaults
 from selfspec.integrations.export import export
 from selfspec.utils.files import code_hash, write_text
 
@@ -133,11 +132,11 @@ def of_transformers(target: str, asked: dict[str, list[list[int]]], dtype: str) 
     model = AutoModelForCausalLM.from_pretrained(resolve(target), dtype=getattr(torch, dtype))
     ends = model.generation_config.eos_token_id
     arguments = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
-    with without_defaults(model):
-        return {
-            group: [model.generate(torch.tensor([r]), **arguments)[0, len(r) :].tolist() for r in rows]
-            for group, rows in asked.items()
-        }
+    model.generation_config = GenerationConfig()  # no rules of the target's own
+    return {
+        group: [model.generate(torch.tensor([r]), **arguments)[0, len(r) :].tolist() for r in rows]
+        for group, rows in asked.items()
+    }
 
 
 @pytest.fixture(scope="module")

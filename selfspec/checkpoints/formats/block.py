@@ -12,22 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import (
-    check_fits,
-    check_held,
-    check_plain,
-    check_read,
-    fill,
-    llama_keys,
-    number,
-    read_config,
-    read_torch,
-    read_weights,
-    renamed,
-    settle,
-    vocabulary,
-    write_files,
-)
+from selfspec.checkpoints.formats import files
 from selfspec.core.target import Target
 from selfspec.drafters.block import BlockConfig, BlockDrafter
 from selfspec.drafters.parts import markov
@@ -102,14 +87,14 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     Raises ValueError for what this target or `drafter=block` can not have: other sizes, features or masks that do not
     exist, tensors that are missing or too many.
     """
-    config, (found, path) = flat(read_config(folder)), read_weights(folder)
+    config, (found, path) = flat(files.read_config(folder)), files.read_weights(folder)
     where = f"{folder}/config.json"
-    tensors = renamed(found, lambda name: name.removeprefix("model."), path)
+    tensors = files.renamed(found, lambda name: name.removeprefix("model."), path)
     _refuse(config, target, folder)
-    few = settle(config, tensors, target, folder)
+    few = files.settle(config, tensors, target, folder)
     form, rank = config.get("markov_head_type", "vanilla"), config.get("markov_rank") or 0
-    check_held(rank * (target.vocab_size + few), tensors, f"a markov_rank of {rank}", folder)
-    ids = vocabulary(tensors, few, target, path)
+    files.check_held(rank * (target.vocab_size + few), tensors, f"a markov_rank of {rank}", folder)
+    ids = files.vocabulary(tensors, few, target, path)
     _drop_copies(tensors, target, ids, path)
     if config.get("enable_confidence_head") is False:  # as engines read it
         tensors = {name: tensor for name, tensor in tensors.items() if name not in _SURE}
@@ -122,7 +107,7 @@ def read(folder: Path, target: Target) -> BlockDrafter:
         BlockConfig(
             layers=config[_IDS],
             stack=config["num_hidden_layers"],
-            size=number(config, "block_size", folder),
+            size=files.number(config, "block_size", folder),
             predicts="next" if config["sample_from_anchor"] else "own",
             correction=rank,
             correction_form=form if rank else "vanilla",
@@ -134,15 +119,15 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     )
     if ids is not None:
         drafter.drafts_only(ids)
-    fill(_parts(drafter), tensors, path)
-    fill({"mask": drafter.stack.trained_stack.mask}, {"mask": _mask(config, target, folder)}, path)
+    files.fill(_parts(drafter), tensors, path)
+    files.fill({"mask": drafter.stack.trained_stack.mask}, {"mask": _mask(config, target, folder)}, path)
     return drafter.eval()
 
 
 def _refuse(config: Figures, target: Target, folder: Path) -> None:
     """Raises ValueError for values that this target or `drafter=block` can not have."""
     where, ids = f"{folder}/config.json", config.get(_IDS)
-    if number(config, "num_hidden_layers", folder) > 64:
+    if files.number(config, "num_hidden_layers", folder) > 64:
         raise ValueError(f"{where}: num_hidden_layers={config['num_hidden_layers']} must be at most 64")
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < target.n_layers for i in ids):
         raise ValueError(f"{where}: {_IDS}={ids!r} must list layers of the target, 0 to {target.n_layers - 1}")
@@ -154,9 +139,9 @@ def _refuse(config: Figures, target: Target, folder: Path) -> None:
     plain: Figures = {"hidden_act": "silu", "attention_value_scale": None, "projector_type": "dflash"}
     if config.get("mask_embedding") is not False:
         plain["mask_embedding"] = MASK_FILE
-    check_read(config, plain, folder)
+    files.check_read(config, plain, folder)
     depth = "num_target_layers" if config.get("num_target_layers") != len(ids) else "target_num_hidden_layers"
-    check_fits(config, {depth: target.n_layers}, folder)  # some name the number of layers read by the first
+    files.check_fits(config, {depth: target.n_layers}, folder)  # some name the number of layers read by the first
     form = config.get("markov_head_type", "vanilla")
     if config.get("markov_rank") and form not in markov.FORMS:
         raise ValueError(f"{where}: markov_head_type={form!r} must be one of {', '.join(markov.FORMS)}")
@@ -174,10 +159,10 @@ def _mask(config: Figures, target: Target, folder: Path) -> Tensor:
         raise FileNotFoundError(f"{path} is missing, which config.json names; copy it again")
     if not path.is_file():
         return target.model.get_input_embeddings().weight[token]
-    mask = read_torch(path)
+    mask = files.read_torch(path)
     if isinstance(mask, dict):  # MiMo's, with the token beside it
         mask = mask.get("embedding")
-    check_plain("embedding", mask, path)
+    files.check_plain("embedding", mask, path)
     if mask.numel() != target.hidden_size or not mask.is_floating_point() or not mask.float().isfinite().all():
         raise ValueError(f"{path} must hold {target.hidden_size} finite numbers")
     return mask.flatten()
@@ -230,7 +215,7 @@ def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
     written = {
         "architectures": ["Qwen3DSparkModel" if spark else "DFlashDraftModel"],
         "model_type": "qwen3",
-        **llama_keys(target, drafter.stack.config, config.stack),
+        **files.llama_keys(target, drafter.stack.config, config.stack),
         "num_target_layers": target.n_layers,
         "draft_vocab_size": config.draft_vocab,
         "mask_embedding": MASK_FILE,
@@ -240,5 +225,5 @@ def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
         "sample_from_anchor": config.predicts == "next",
         **(spark_config if spark else {}),
     }
-    write_files(folder, written, tensors)
+    files.write_files(folder, written, tensors)
     torch.save(stack.mask.detach().to(dtype).cpu(), folder / MASK_FILE)

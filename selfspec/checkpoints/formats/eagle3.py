@@ -14,19 +14,7 @@ from typing import Any
 
 import torch
 
-from selfspec.checkpoints.formats.files import (
-    check_fits,
-    check_read,
-    fill,
-    llama_keys,
-    read_config,
-    read_weights,
-    renamed,
-    settle,
-    unwritten,
-    vocabulary,
-    write_files,
-)
+from selfspec.checkpoints.formats import files
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
 from selfspec.drafters.parts.llama_config import own_settings
@@ -61,7 +49,7 @@ def write(drafter: Eagle3, target: Target, folder: Path, form: str, target_name:
     config = _config(drafter, target, None if "d2t" not in state else len(state["d2t"]))
     if form == "speculators":
         config = _speculators(config, target, target_name, drafter.depth)
-    write_files(folder, config, state)
+    files.write_files(folder, config, state)
 
 
 def _config(drafter: Eagle3, target: Target, few: int | None) -> Figures:
@@ -70,7 +58,7 @@ def _config(drafter: Eagle3, target: Target, few: int | None) -> Figures:
     return {
         "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if config.qk_norm else "llama",
-        **llama_keys(target, llama, config.stack),
+        **files.llama_keys(target, llama, config.stack),
         "draft_vocab_size": few,  # null, but present: SGLang then takes the target's lm_head
         "rope_scaling": None if scaled.get("rope_type", "default") == "default" else scaled,
         "num_aux_hidden_states": len(drafter.reads),
@@ -164,25 +152,27 @@ def read(folder: Path, target: Target) -> Eagle3:
 
     Raises ValueError for what is no EAGLE-3 layer on this target: other layers, sizes, activations or keys.
     """
-    config, (found, path) = flat(read_config(folder)), read_weights(folder)
-    tensors = {name: t for name, t in renamed(found, _ours, path).items() if not name.endswith("rotary_emb.inv_freq")}
+    config, (found, path) = flat(files.read_config(folder)), files.read_weights(folder)
+    tensors = {
+        name: t for name, t in files.renamed(found, _ours, path).items() if not name.endswith("rotary_emb.inv_freq")
+    }
     parallel = MASK in tensors
     if not parallel and any(config.get(name) is not None for name in _MASK_TOKENS):
         raise ValueError(
             f"{path}: {MASK} is missing, and {folder}/config.json names a mask token; copy the folder again"
         )
     _check_values(config, folder)
-    few = settle(config, tensors, target, folder)
+    few = files.settle(config, tensors, target, folder)
     layers = layers_read(config, target.n_layers, folder)
-    check_read(config, {"num_aux_hidden_states": len(layers), "logit_scale": 1}, folder)
-    check_fits(config, {"target_hidden_size": target.hidden_size}, folder)
+    files.check_read(config, {"num_aux_hidden_states": len(layers), "logit_scale": 1}, folder)
+    files.check_fits(config, {"target_hidden_size": target.hidden_size}, folder)
     theirs = target.model.get_input_embeddings().weight
     if EMBEDDINGS in tensors and torch.equal(tensors[EMBEDDINGS].to(theirs), theirs):
         del tensors[EMBEDDINGS]  # a copy
     alone = "t2d" not in tensors
-    ids = vocabulary(tensors, few, target, path)
+    ids = files.vocabulary(tensors, few, target, path)
     if ids is not None and alone and torch.equal(ids, torch.arange(few)):  # a choice of tokens, which is never these
-        raise unwritten(few, target.vocab_size, path)
+        raise files.unwritten(few, target.vocab_size, path)
     if ids is not None and "lm_head.weight" not in tensors:
         raise ValueError(f"{path}: missing tensors ['lm_head.weight'], of a draft vocabulary of {few} tokens")
     settings: dict[str, Any] = {
@@ -202,7 +192,7 @@ def read(folder: Path, target: Target) -> Eagle3:
     drafter = Eagle3(target, Eagle3Config(**settings))
     if ids is not None:
         drafter.drafts_only(ids)
-    fill({name.removeprefix("layer."): part for name, part in drafter.trained().items()}, tensors, path)
+    files.fill({name.removeprefix("layer."): part for name, part in drafter.trained().items()}, tensors, path)
     return drafter.eval()
 
 

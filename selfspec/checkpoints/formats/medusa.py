@@ -9,16 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import (
-    check_fits,
-    check_held,
-    fill,
-    number,
-    read_config,
-    read_weights,
-    renamed,
-    write_files,
-)
+from selfspec.checkpoints.formats import files
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 
@@ -41,7 +32,7 @@ def write_vllm(drafter: Medusa, target: Target, folder: Path) -> None:
         "original_lm_head": False,
         "torch_dtype": str(target.saved_dtype).removeprefix("torch."),
     }
-    write_files(folder, config, _tensors(drafter, target, *_VLLM))
+    files.write_files(folder, config, _tensors(drafter, target, *_VLLM))
 
 
 def write_tgi(drafter: Medusa, target: Target, folder: Path, target_name: str) -> None:
@@ -53,7 +44,7 @@ def write_tgi(drafter: Medusa, target: Target, folder: Path, target_name: str) -
         "version": "2",
     }
     last = f"{{i}}.{drafter.config.blocks}.weight"
-    write_files(folder, config, _tensors(drafter, target, "{i}.{j}.linear", last), FILE)
+    files.write_files(folder, config, _tensors(drafter, target, "{i}.{j}.linear", last), FILE)
 
 
 @torch.no_grad()
@@ -89,19 +80,20 @@ def read(folder: Path, target: Target) -> Medusa:
 
     Raises ValueError for keys, shapes and sizes that do not fit this target; FileNotFoundError where there is no file.
     """
-    config = read_config(folder)
-    tensors = renamed(read_weights(folder, (FILE, "model.safetensors", "medusa_lm_head.pt"))[0], _plain, folder)
+    config = files.read_config(folder)
+    found, _ = files.read_weights(folder, (FILE, "model.safetensors", "medusa_lm_head.pt"))
+    tensors = files.renamed(found, _plain, folder)
     key = "medusa_num_heads" if "medusa_num_heads" in config else "num_heads"
-    heads = number(config, key, folder)
+    heads = files.number(config, key, folder)
     held = {int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))}
     if held == set(range(len(held))) and len(held) not in (0, heads):  # as of FasterDecoding's own for Vicuna
         where, heads = f"{folder}/config.json: {key} is {heads}", len(held)
         print(f"{where}, the file holds {heads} heads, which are read", file=sys.stderr)
-    layers = number(config, "medusa_num_layers" if "medusa_num_layers" in config else "num_hidden_layers", folder)
+    layers = files.number(config, "medusa_num_layers" if "medusa_num_layers" in config else "num_hidden_layers", folder)
     if config.get("medusa_fc_bias") is False:  # as vLLM reads it
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".bias")}
     biased = any(name.endswith(".bias") for name in tensors)
-    check_fits(config, {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}, folder)
+    files.check_fits(config, {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}, folder)
     if config.get("truncated_vocab_size") not in (None, target.vocab_size):
         few = config["truncated_vocab_size"]
         raise ValueError(f"{folder}: truncated_vocab_size={few}: heads need all {target.vocab_size} tokens")
@@ -113,12 +105,12 @@ def read(folder: Path, target: Target) -> Medusa:
         tensors |= {f"lm_heads.{i}.weight": whole for i in range(heads)}
     has_heads = any(name.startswith("lm_heads.") for name in tensors)
     numbers = heads * target.hidden_size * (layers * target.hidden_size + has_heads * target.vocab_size)
-    check_held(numbers, tensors, f"{heads} heads of {layers} layers", folder)
+    files.check_held(numbers, tensors, f"{heads} heads of {layers} layers", folder)
     # Heads without a projection read through the target's lm_head
     drafter = Medusa(target, MedusaConfig(heads, layers, "full" if has_heads else "lora", 1))
     parts = _parts(drafter, *_VLLM).items()
     with torch.no_grad():
-        fill({name: part for name, part in parts if biased or not name.endswith(".bias")}, tensors, folder)
+        files.fill({name: part for name, part in parts if biased or not name.endswith(".bias")}, tensors, folder)
     return drafter.eval()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from selfspec.data.tasks.base import Make, Pool, Turn, fenced, parsed, program, same_code
+from selfspec.data.tasks.base import Make, Pool, Turn, fenced, parsed, same_code
 from selfspec.data.tasks.short import csv_to_json, local_names
 
 _OPERATORS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+"}
@@ -130,7 +130,7 @@ def _described(source: str) -> Callable[[str], bool]:
 def _found(answer: str, source: str) -> ast.FunctionDef:
     """The function of the same name in an answer, which may import types before it. Raises ValueError without one, and
     for more than that."""
-    *before, node = program(answer).body or [ast.Pass()]
+    *before, node = ast.parse(answer).body or [ast.Pass()]
     name = _function(source).name
     if not isinstance(node, ast.FunctionDef) or node.name != name:
         raise ValueError(f"no function {name}")
