@@ -110,7 +110,11 @@ def test_a_walk_that_ends_without_rows_reads_its_ancestors():
         hosts = with_mask_slots(9, (*tree, scores), slots)[3] if any(slots) else torch.zeros(1, 0, dtype=torch.long)
         for path, rows in zip(paths, expected, strict=True):
             kept = Kept.of([path], [path], torch.device("cpu"))
-            assert behind(kept, hosts, slots, 4, 3).tolist() == [rows]
+            found, of = behind(kept, hosts, slots, 4, 3)
+            assert found.tolist() == [rows]
+            firsts = [4, 4 + slots[0], 4 + slots[0] + slots[1]]  # of the masks of each depth
+            known = [sum(row >= first for first in firsts) - 1 for row in rows if row >= 0]
+            assert of[found >= 0].tolist() == known  # by which it is corrected, as in training
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -86,7 +86,7 @@ class BlockConfig(DrafterConfig):
         shares(self, "drafter", "min_prob", ends="[)")
         check_draft_vocab(self.draft_vocab, self.loss)
         above_zero(self, "drafter", "depth_decay")
-        check_layers(self.sliding)
+        check_layers(self.sliding, "sliding")
         for layer in self.sliding or []:
             whole("sliding", layer, 0, self.stack - 1, f": drafter.stack is {self.stack}")
         if (self.sliding is None) != (self.window is None):

@@ -163,11 +163,12 @@ class HybridSession:
             nodes = least = max(drafted.tokens.shape[1], nodes // 2)  # of one size; the rest of the rows are mask slots
         expected = max((_expected(rows) for rows in trees), default=0.0)
         if self.trained and (not trees or not self._rests(expected, context.rate)):
-            start = time.perf_counter()
+            start, compiled = time.perf_counter(), context.target.compiled
             drafted_trees = [_lists(session.propose(context)) for session in self.trained]
             if any(len(rows[0][0]) > 1 for rows in drafted_trees):  # roots alone: nothing was read of the prompt yet
                 self.asked += 1
-                if self.asked > 1:  # the first time they read the prompt, which is not what drafting usually costs
+                # The first time they read the prompt, and some calls compile: drafting usually costs neither
+                if self.asked > 1 and context.target.compiled == compiled:
                     now = (1, max(map(_expected, drafted_trees)), time.perf_counter() - start)
                     self.usual = [0.9 * before + new for before, new in zip(self.usual, now, strict=True)]
             trees += drafted_trees
@@ -181,7 +182,8 @@ class HybridSession:
         """Whether the trained members are left alone in this pass, in which the others expect so many accepted tokens
         per row. rate: tokens per second and row of plain decoding."""
         count, tokens, seconds = self.usual
-        if self.asked < 2 or tokens - count * expected > expected * rate * seconds or self.rested >= _REST_PASSES:
+        pays = tokens - count * expected > expected * rate * seconds
+        if self.asked < 2 or not count or pays or self.rested >= _REST_PASSES:
             self.rested = 0
             return False
         self.rested += 1

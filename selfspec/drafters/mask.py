@@ -95,7 +95,7 @@ class Mask(Reduced):
         dtype = training_dtype(target.dtype)
         rank = None if config.adapter == "vectors" else config.rank
         self.gated = GatedTarget(target, config.masks, rank, config.maps, dtype, "mask")
-        hidden, device = target.hidden_size, target.device
+        hidden, device = target.model.get_input_embeddings().weight.shape[1], target.device
         self.start: nn.Parameter | None = None
         if config.correction:
             start = torch.randn(config.masks, hidden, config.correction, device=device, dtype=dtype)
@@ -105,15 +105,15 @@ class Mask(Reduced):
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.target, self.vocab = target, target.vocab_size
 
-    def corrected(self, logits: Tensor, parents: Tensor, depth: int) -> Tensor:
-        """Logits [..., V'] of a depth (from 0), of those [..., V] of all tokens, with what the parent token, int64
-        [...], says."""
+    def corrected(self, logits: Tensor, parents: Tensor, mask: int | Tensor) -> Tensor:
+        """Logits [..., V'] of a mask of a group (from 0; int64 [B]: of each row), of those [..., V] of all tokens, with
+        what the parent token, int64 [...], says."""
         logits = self.of_vocabulary(logits)
         if self.start is None:
             return logits
         embedded = F.embedding(parents.to(self.embedding.device), self.embedding)
         unit = F.rms_norm(embedded, embedded.shape[-1:]).to(self.start)
-        return logits + (unit @ self.start[depth] @ self.out).to(logits.dtype)
+        return logits + (unit @ self.start[mask] @ self.out).to(logits.dtype)
 
     def along(self, tokens: Tensor, anchors: Tensor, cache: TextCache, documents: Tensor | None = None) -> Tensor:
         """Logits [B, A, K, V] of groups behind positions `anchors`, int64 [B, A], of whole texts, tokens int64 [B, S],
@@ -168,10 +168,10 @@ class Mask(Reduced):
 
 
 def mask_tree(
-    drafter: Mask, growth: Growth, ranking: Ranking, logits: Tensor, rows: Tensor, slots: tuple[int, ...]
+    drafter: Mask, growth: Growth, ranking: Ranking, logits: Tensor, rows: Tensor, of: Tensor, slots: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
     """A tree behind roots, and where asked for mask slots in it as `with_mask_slots` gives them; see `drafted_by`.
-    logits: [B, N, V] of a pass; rows: int64 [B, K], which of its rows forecasts each depth, -1 where none does."""
+    logits: [B, N, V] of a pass; rows, of: see `behind`."""
     known = rows >= 0
     forecast = logits.gather(1, rows.clamp(min=0)[:, :, None].expand(-1, -1, logits.shape[-1]))
     forecast = drafter.of_vocabulary(forecast)
@@ -179,7 +179,7 @@ def mask_tree(
 
     def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
         parents = growth.tokens.gather(1, growth.frontier)  # [B, m]
-        logits = drafter.corrected(forecast[:, d, None].expand(-1, parents.shape[1], -1), parents, d)
+        logits = drafter.corrected(forecast[:, d, None].expand(-1, parents.shape[1], -1), parents, of[:, d])
         return logits.masked_fill(~known[:, d, None, None], max(-1e9, torch.finfo(logits.dtype).min)), ids
 
     nodes = grow(growth, step, drafter.depth, ranking).best()
@@ -187,13 +187,13 @@ def mask_tree(
 
 
 class MaskSession:
-    """What one call keeps. logits: [B, N, V] of the last pass, None before the first; rows: int64 [B, K], the row of
-    that pass that forecasts each depth, -1 where none does; hosts, slots, count: of the last tree, see `behind`."""
+    """What one call keeps. logits: [B, N, V] of the last pass, None before the first; forecasts: of that pass, as
+    `behind` gives them; hosts, slots, count: of the last tree, see there."""
 
     def __init__(self, drafter: Mask) -> None:
         self.drafter = drafter
         self.logits: Tensor | None = None
-        self.rows: Tensor | None = None
+        self.forecasts: tuple[Tensor, Tensor] | None = None
         self.hosts: Tensor | None = None
         self.slots: tuple[int, ...] = ()
         self.count = 0
@@ -213,9 +213,10 @@ class MaskSession:
 
     def _drafted(self, context: Context, slots: tuple[int, ...]) -> tuple[Tensor, ...]:
         """What `mask_tree` gives, grown from the last pass."""
-        logits, rows, drafter, config = self.logits, self.rows, self.drafter, self.drafter.config
+        logits, drafter, config = self.logits, self.drafter, self.drafter.config
         assert logits is not None
-        assert rows is not None
+        assert self.forecasts is not None
+        rows, of = self.forecasts
         reduced = replace(context, nodes=self._layout(context.mode, context.nodes).nodes)
         width = max(context.nodes, config.masks)
         if logits.shape[1] > width:  # of a pass with more rows than this one will have
@@ -223,7 +224,7 @@ class MaskSession:
             logits, rows = logits.gather(1, at), torch.arange(config.masks, device=rows.device).where(rows >= 0, rows)
         if logits.shape[1] < width:
             logits = F.pad(logits, (0, 0, 0, width - logits.shape[1]))
-        inputs = logits, rows, slots
+        inputs = logits, rows, of, slots
         return drafted_by(mask_tree, drafter, reduced, inputs)
 
     def add_slots(self, tree: DraftTree, context: Context) -> DraftTree:
@@ -261,7 +262,7 @@ class MaskSession:
         logits, hosts, going = accepted.logits, self.hosts, len(accepted.rows) == len(accepted.logits)
         self.logits, hosts = (part if going else part[accepted.rows] for part in (logits, hosts))
         kept = accepted.kept or Kept.of(accepted.paths, accepted.paths, hosts.device)
-        self.rows = behind(kept, hosts, self.slots, self.count, self.drafter.config.masks)
+        self.forecasts = behind(kept, hosts, self.slots, self.count, self.drafter.config.masks)
 
 
 class TwoPassSession:
@@ -286,7 +287,8 @@ class TwoPassSession:
         behind = replace(context, roots=first, lengths=[n + 1 for n in context.lengths], nodes=context.nodes - 1)
         if behind.nodes == 1:
             return chain(torch.stack([roots, first], 1))
-        inputs = out.logits, torch.arange(1, config.masks + 1, device=roots.device).expand(len(roots), -1), ()
+        each = torch.arange(config.masks, device=roots.device).expand(len(roots), -1)
+        inputs = out.logits, each + 1, each.contiguous(), ()
         tokens, parents, scores = drafted_by(mask_tree, drafter, behind, inputs)
         tokens = torch.cat([roots[:, None], tokens], 1)
         parents = torch.cat([torch.full_like(parents[:, :1], -1), parents + 1], 1)

@@ -11,7 +11,6 @@ import math
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from selfspec.checkpoints.formats.files import check_held, fill, number, read_config, read_tensors
 from selfspec.core.target import Target
@@ -69,6 +68,6 @@ def read(folder: Path, target: Target) -> Mask:
             b.mul_(scale / own)
             if not b.isfinite().all():
                 raise ValueError(f"{folder}/{NAME}: lora_alpha={alpha!r} is too large for {b.dtype}")
-        embeddings: Tensor = target.model.get_input_embeddings().weight
-        drafter.gated.masks.copy_(embeddings[noise.to(embeddings.device)])
+        embeddings = target.model.get_input_embeddings()  # which may scale what it reads
+        drafter.gated.masks.copy_(embeddings(noise.to(embeddings.weight.device)))
     return drafter.eval()

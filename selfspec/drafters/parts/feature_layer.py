@@ -17,17 +17,17 @@ from selfspec.core.quantized import in_8_bits
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import pack
-from selfspec.drafters.parts.views import Block, Tail
+from selfspec.drafters.parts.views import Block, Tail, check_width
 
 
-def check_layers(layers: object) -> None:
+def check_layers(layers: object, name: str = "layers") -> None:
     """Raises ValueError for what is neither a list of different layers nor None."""
     if layers is None:
         return
     if not (isinstance(layers, list) and all(isinstance(layer, (int, float)) for layer in layers)):
-        raise ValueError(f"drafter.layers={layers!r} must be a list of layers, or null")
+        raise ValueError(f"drafter.{name}={layers!r} must be a list of layers, or null")
     if not layers or len(set(layers)) < len(layers):
-        raise ValueError(f"drafter.layers={layers} must name at least one layer, each once")
+        raise ValueError(f"drafter.{name}={layers} must name at least one layer, each once")
 
 
 def layers_of(layers: list[int] | None, target: Target, default: set[int]) -> tuple[int, ...]:
@@ -138,6 +138,7 @@ class LastLayer(FeatureLayer):
         super().__init__()
         if target.n_layers < 2:
             raise ValueError("a feature layer needs a target of at least two layers: its own stands in for the last")
+        check_width(target)
         self.layers = tuple(layers)
         hidden = target.hidden_size
         # At first the highest feature goes into the layer as it is.

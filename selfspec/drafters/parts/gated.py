@@ -85,6 +85,9 @@ class GatedTarget(Adapted):
         """rank: of the LoRA, None for vectors; maps: names of linear maps, such as o_proj; the adapter is in each
         layer's (None: see `adapted_maps`). Raises ValueError for a name that no layer has."""
         super().__init__()
+        config = target.model.config.get_text_config()
+        if config.model_type.startswith("gemma4") and getattr(config, "hidden_size_per_layer_input", 0):
+            raise ValueError("mask tokens have no embeddings for each layer, as Gemma 4 reads; take another drafter")
         self.target, self.dtype, self.adapter = target, target.dtype, adapter  # of target: no submodule
         model = view(target.model)
         wanted = [] if rank == 0 else adapted_maps(model, maps)
@@ -98,9 +101,10 @@ class GatedTarget(Adapted):
                 shape, device = (masks, _outputs(model.get_submodule(name))), target.device
                 self.scales.append(nn.Parameter(torch.ones(shape, dtype=dtype, device=device)))
                 self.biases.append(nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)))
-        table = target.model.get_input_embeddings().weight
-        mean = table.detach().to(dtype).mean(0)
-        scale = table.detach().to(dtype).std()
+        embeddings = target.model.get_input_embeddings()
+        table, larger = embeddings.weight, float(getattr(embeddings, "embed_scale", 1))  # as layers see them
+        mean = table.detach().to(dtype).mean(0) * larger
+        scale = table.detach().to(dtype).std() * larger
         # Every mask begins near the mean of all tokens; a little noise tells them apart.
         scatter = torch.randn(masks, table.shape[1], generator=torch.Generator().manual_seed(0)).to(mean)
         if rank != 0:

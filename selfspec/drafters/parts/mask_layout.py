@@ -84,10 +84,10 @@ def fitting(slots: tuple[int, ...], room: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def behind(kept: Kept, hosts: Tensor, slots: tuple[int, ...], count: int, masks: int) -> Tensor:
-    """int64 [B, K]: for each depth the row of a pass that forecasts it behind the last kept node: a mask slot of its
-    own, or of its nearest ancestor that reaches as far; -1 where there is none. hosts, slots: of the tree of `count`
-    nodes in that pass, as `with_mask_slots` gives and takes them."""
+def behind(kept: Kept, hosts: Tensor, slots: tuple[int, ...], count: int, masks: int) -> tuple[Tensor, Tensor]:
+    """For each depth, int64 [B, K] both, the row of a pass that forecasts it behind the last kept node, and which mask
+    of its group that row is: a mask slot of its own, or of its nearest ancestor that reaches as far; -1 where there is
+    none. hosts, slots: of the tree of `count` nodes in that pass, as `with_mask_slots` gives and takes them."""
     widths = [min(wanted, count) for wanted in slots[: next((j for j, n in enumerate(slots) if not n), len(slots))]]
     firsts = [count + sum(widths[:j]) for j in range(len(widths))]
     device, more = hosts.device, [0] * (2 * masks - len(widths))
@@ -101,5 +101,6 @@ def behind(kept: Kept, hosts: Tensor, slots: tuple[int, ...], count: int, masks:
     at = place.gather(1, kept.path.gather(1, up.clamp(min=0))).where(up >= 0, count)  # [B, ancestor]
     reached = each[:, None] + each  # by an ancestor so far up, for each depth
     there = at[:, :, None] < width[reached]
+    above = there.int().argmax(1, keepdim=True)  # [B, 1, depth]
     rows = torch.where(there, first[reached] + at[:, :, None], -1)
-    return rows.gather(1, there.int().argmax(1, keepdim=True))[:, 0]
+    return rows.gather(1, above)[:, 0], each + above[:, 0]

@@ -58,7 +58,8 @@ class UnrolledConfig(DrafterConfig):
         check_layers(self.layers)
         for name in ("depth", "width"):
             whole(name, getattr(self, name))
-        whole("unroll", self.unroll, 1, self.depth, f": drafter.depth is {self.depth}")
+        if not getattr(self, "parallel", False):
+            whole("unroll", self.unroll, 1, self.depth, f": drafter.depth is {self.depth}")
         shares(self, "drafter", "min_prob", ends="[)")
         check_draft_vocab(self.draft_vocab, self.loss)
         above_zero(self, "drafter", "depth_decay")
