@@ -13,16 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessor,
-    MaxLengthCriteria,
-    PreTrainedModel,
-    StoppingCriteria,
-)
+from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessor, MaxLengthCriteria, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, StoppingCriteria
 
 from selfspec.core.generate import Result
 from selfspec.core.options import Options, as_seed

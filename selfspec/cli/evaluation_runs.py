@@ -29,21 +29,13 @@ from selfspec.core.target import Target
 from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.engine.choose import chosen
+from selfspec.evaluation import points
 from selfspec.evaluation.arms import Prompt, prompts_of
 from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
 from selfspec.evaluation.decode import defined, host_overhead, run_benchmark, summarize, write_traces
 from selfspec.evaluation.figures import total
 from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
-from selfspec.evaluation.points import (
-    answer_files,
-    check_ids,
-    finished_point,
-    labelled,
-    rows_of,
-    write_answers,
-    write_point,
-)
 from selfspec.evaluation.records import RECORDS, Record, read_records
 from selfspec.evaluation.tables import audit_report, limits_tables
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, spread, write_samples
@@ -98,17 +90,19 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     columns = _own_columns(run.decode.columns)
     spec = _loaded(run, config)
     path, begun = folder / RECORDS, folder / "summary.json"
-    summary = finished_point(begun)
+    summary = points.finished_point(begun)
     if summary is not None and not path.is_file():
         raise ValueError(f"{begun} is there, but no {RECORDS}; delete the folder, or choose another name=")
     done = summary is not None and _outputs(summary["config"]) == _outputs(as_plain(config))
     again = False
     with suppress(Exception):  # of a config that is not there, or damaged, of which `check_same` tells
         again = OmegaConf.select(OmegaConf.load(folder / "config.yaml"), "decode.answers") == run.decode.answers
-    files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms, again)
+    files = (
+        {} if run.decode.answers is None else points.answer_files(folder, run.decode.answers, run.decode.arms, again)
+    )
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     if files:
-        check_ids(questions)
+        points.check_ids(questions)
     with run_folder(config, folder, path, _BESIDE) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
         check_origin(folder, begun if done else path, spec.target, {run.drafter: spec.drafter})
         before = len(read_records(path))
@@ -144,11 +138,11 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
         if run.decode.traces:
             write_traces(folder / "traces.jsonl", spec, prompts, run.decode, run.tree.nodes, run.drafter)
         if files:
-            write_answers(files, questions, records, spec, run.name)
+            points.write_answers(files, questions, records, spec, run.name)
         point |= _written(folder, point, records, columns)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
-        labelled([point])
-        log.images(plot_points(rows_of([point]), folder))
+        points.labelled([point])
+        log.images(plot_points(points.rows_of([point]), folder))
     return point
 
 
@@ -171,10 +165,10 @@ def _own_columns(paths: list[str]) -> dict[str, Column]:
 
 def _written(folder: Path, point: Figures, records: list[Record], columns: dict[str, Column]) -> Figures:
     """A point and its records, written before functions of others see them; then with their columns, if there are."""
-    write_point(folder, point, records)
+    points.write_point(folder, point, records)
     if columns:
         cells = {name: _cell(name, column, point, records) for name, column in columns.items()}
-        write_point(folder, point | {"columns": cells}, records)
+        points.write_point(folder, point | {"columns": cells}, records)
         return {"columns": cells}
     return {}
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.core import support
 from selfspec.core.cache import KVCache
 from selfspec.core.changes import Changes
 from selfspec.core.masks import restarting, within
@@ -18,17 +19,6 @@ from selfspec.core.pass_cache import TextCache
 from selfspec.core.passes import Entry, Part, Pass, Skipped, by_type, read_output, sized, tree_pass_alone
 from selfspec.core.quantized import Int8Linear
 from selfspec.core.recurrent.mixers import LayerState, mixers, over_trees
-from selfspec.core.support import (
-    attention_types,
-    cache_name,
-    decoder_of,
-    layer_stack,
-    longest_context,
-    refuse,
-    returned_values,
-    unhooked,
-    view,
-)
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
 from selfspec.engine.choose import engine_for
@@ -46,7 +36,7 @@ class Target:
     no state, so that several calls and threads can use them at once and the model itself can be used beside them.
     """
 
-    refused = staticmethod(refuse)
+    refused = staticmethod(support.refuse)
 
     def __init__(
         self, model: PreTrainedModel, frozen: bool = True, returns: int | None = None, engine: Engine | None = None
@@ -64,14 +54,14 @@ class Target:
         self.name = str(model.config.name_or_path or type(model).__name__)
         self.saved_hash: str | None = None  # the weights hash of what was loaded, where it was cast afterwards
         self.saved_parts: str | None = None  # the same of what stands outside the layers
-        self.decoder: nn.Module = decoder_of(model)
+        self.decoder: nn.Module = support.decoder_of(model)
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.saved_dtype = self.dtype
         self.n_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.out_features
-        self.max_positions, self.limited_by = longest_context(model)
-        self.window, self.layer_types, self.windows = attention_types(config)
+        self.max_positions, self.limited_by = support.longest_context(model)
+        self.window, self.layer_types, self.windows = support.attention_types(config)
         # Whether its decoder is not in memory, but for single tensors
         self.partial = any(p.is_meta for p in self.decoder.parameters()) and self.device.type != "meta"
         self.recurrent = any(True for _ in mixers(self.decoder))  # whether some layers keep a state
@@ -84,7 +74,7 @@ class Target:
 
     @property
     def layers(self) -> nn.ModuleList:
-        return layer_stack(self.model)
+        return support.layer_stack(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -123,7 +113,7 @@ class Target:
     def returns(self) -> int:
         """How many values the model's layers return: some families' tuples of them; 0 for a tensor alone."""
         if self._returns is None:
-            self._returns = returned_values(self.model)
+            self._returns = support.returned_values(self.model)
         return self._returns
 
     @property
@@ -176,9 +166,9 @@ class Target:
         if self._like is None:
             cache = TextCache(self.n_layers, kept=True)
             ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-            decoder = decoder_of(unhooked(self.model))
+            decoder = support.decoder_of(support.unhooked(self.model))
             over_trees(decoder)
-            decoder(input_ids=ids, use_cache=True, **{cache_name(decoder): cache})
+            decoder(input_ids=ids, use_cache=True, **{support.cache_name(decoder): cache})
             pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
             like = [None if k is None or v is None else (k[:, :, :1], v[:, :, :1]) for k, v in pairs]
             self._like = like, cache.beginning()
@@ -189,9 +179,9 @@ class Target:
         layers `reads`, of layer stop - 1 and of the decoder into that cache, and leaves out all other layers."""
         name, parts = (start, stop, tuple(sorted(set(reads)))), self._parts
         if name not in parts:
-            model = view(self.model)
+            model = support.view(self.model)
             model.config.return_dict = True
-            layers = layer_stack(model)
+            layers = support.layer_stack(model)
             if self.recurrent:
                 over_trees(model)
             for i in range(start):  # they keep the index of those behind them, by which masks and caches are found
@@ -200,7 +190,7 @@ class Target:
             last = {stop - 1} if start < stop < self.n_layers else set()
             for i in {i for i in reads if start <= i < stop} | last:
                 layers[i].register_forward_hook(partial(read_output, i), with_kwargs=True)
-            decoder = decoder_of(model)
+            decoder = support.decoder_of(model)
             decoder.register_forward_hook(partial(read_output, -1), with_kwargs=True)
             parts[name] = self._taken_as(model), self._taken_as(decoder)
         return parts[name][0 if logits else 1]
@@ -208,7 +198,7 @@ class Target:
     def _taken_as(self, module: nn.Module) -> Part:
         takes = "position_ids" in inspect.signature(module.forward).parameters
         longest = (self.max_positions or 2**62) - 1
-        return Part(module, self.windows, longest, self.dtype, cache_name(module), takes)
+        return Part(module, self.windows, longest, self.dtype, support.cache_name(module), takes)
 
     def forward(
         self,

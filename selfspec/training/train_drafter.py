@@ -21,18 +21,11 @@ from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.packing import Packed
 from selfspec.data.store import Corpus
 from selfspec.drafters.base import Drafter, Sample, Trained
-from selfspec.training import shard
+from selfspec.training import drafter_data, shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, spread, write_samples
 from selfspec.training.check import config_warnings, examples
 from selfspec.training.distill import distill
 from selfspec.training.draft_loss import DraftLoss
-from selfspec.training.drafter_data import (
-    DrafterTraining,
-    distilled_size,
-    fill_vocabulary,
-    texts_folder,
-    validation_rows,
-)
 from selfspec.training.hidden import HiddenStates, states_folder, write_rows
 from selfspec.training.loop import Loop, average
 from selfspec.training.loop_config import LoopConfig
@@ -57,7 +50,7 @@ class DrafterRun:
     states: States | None
     train: Corpus
     validation: Corpus
-    config: DrafterTraining
+    config: drafter_data.DrafterTraining
     loop: LoopConfig
     folder: Path
     log: RunLog
@@ -95,10 +88,10 @@ def _train(run: DrafterRun, accelerator: Accelerator) -> Figures:
         shard.say([f"{accelerator.num_processes} processes train on the CPU, over gloo"])
 
     # data: rows that train, rows that validate, and texts of the target's own
-    held_out = validation_rows(run.validation, config)
+    held_out = drafter_data.validation_rows(run.validation, config)
     texts, batches, prompts = _rows(run, accelerator)
     if config.init_from is None:
-        fill_vocabulary(drafter, texts, target.vocab_size)
+        drafter_data.fill_vocabulary(drafter, texts, target.vocab_size)
     samples = _samples(run, prompts)
 
     def calibration() -> Figures:
@@ -154,7 +147,7 @@ def _rows(run: DrafterRun, accelerator: Accelerator) -> tuple[Corpus, Packed, li
             shard.say([f"warning: {error}"])
     among = loop.seed, accelerator.process_index, accelerator.num_processes
     texts, batches = run.train, Packed(run.train, config.length, loop.batch_size, *among)
-    folder = texts_folder(config, run.folder)
+    folder = drafter_data.texts_folder(config, run.folder)
     if run.trained:
         found = len(prompts) if run.states is None else config.prompts
         warnings = config_warnings(config, loop, texts, batches.per_epoch, found)
@@ -164,7 +157,7 @@ def _rows(run: DrafterRun, accelerator: Accelerator) -> tuple[Corpus, Packed, li
     if distill_config.rows and run.trained:
         texts, _ = distill(target, texts, distill_config, loop.seed, folder)
         pad = min(end_tokens(target), default=0)
-        batches = Packed(texts, distill_config.length, distilled_size(config, loop), *among, pad)
+        batches = Packed(texts, distill_config.length, drafter_data.distilled_size(config, loop), *among, pad)
     return texts, batches, prompts
 
 
