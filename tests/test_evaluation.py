@@ -29,11 +29,11 @@ from selfspec.evaluation.measure import points_of, regime
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, read_points, rows_of, write_point
 from selfspec.evaluation.records import Beside, Record, Regime
-from selfspec.evaluation.tables import groups_table, markdown, table
+from selfspec.evaluation.tables import groups_table, table
 from selfspec.output import Generated
 from selfspec.training import calibrate as calibrate_file
 from selfspec.training.calibrate import calibrate, spread, write_samples
-from selfspec.utils.files import null_for_nan, shown
+from selfspec.utils.files import markdown, null_for_nan, shown
 
 
 def asked(*prompts: list[int]) -> list[Prompt]:

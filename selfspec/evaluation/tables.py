@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
 from selfspec.evaluation.figures import PARTS, against, grouped, interval
 from selfspec.evaluation.records import ours
-from selfspec.utils.files import Figures, mean, shown
-
-
-def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
-    """The one Markdown table, columns aligned so that it reads in a terminal too; means over nothing are n/a."""
-    columns, *rows = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in (columns, *rows)]
-    rows = [[re.sub(r"\bnan(x\b| %|\b)", "n/a", cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    head = "| " + " | ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)) + " |"
-    return "\n".join([head, "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines])
-
+from selfspec.utils.files import Figures, markdown, mean, shown
 
 # -- rows of figures: of benchmark points (`selfspec.evaluation.points.rows_of`), and of the arms of a comparison
 # (`selfspec.evaluation.compare.summarize_comparison`). What was not measured has no key.

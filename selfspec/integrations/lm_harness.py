@@ -19,7 +19,7 @@ from torch import Tensor
 from selfspec.api import NODES, load
 from selfspec.hf_generate import stopping
 from selfspec.utils.errors import did_you_mean, one_line_errors
-from selfspec.utils.files import Figures, read_json
+from selfspec.utils.files import Figures, markdown, read_json
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -130,22 +130,13 @@ def compare(one: Path, other: Path) -> str:
     if ours.keys() != theirs.keys() or any(len(ours[task]) != len(theirs[task]) for task in ours):
         raise ValueError(f"{one} and {other} hold different tasks: {sorted(ours)} and {sorted(theirs)}")
     pairs = [pair for task in ours for pair in zip(ours[task], theirs[task], strict=True)]
-    lines = ["| run | nodes | tokens | passes | seconds | tokens/s |", "|---|---|---|---|---|---|"]
+    rows = []
     for place, counts in ((one, first), (other, second)):
-        rate = counts["tokens"] / counts["seconds"]
-        cells = [
-            place.name,
-            counts["nodes"],
-            counts["tokens"],
-            counts["passes"],
-            f"{counts['seconds']:.1f}",
-            f"{rate:.0f}",
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    same = sum(a == b for a, b in pairs)
-    saved = first["seconds"] - second["seconds"]
-    lines += ["", f"{same} of {len(pairs)} texts equal; {saved:.1f} s saved ({saved / first['seconds']:.0%})"]
-    return "\n".join(lines)
+        figures = f"{counts['seconds']:.1f}", f"{counts['tokens'] / counts['seconds']:.0f}"
+        rows.append([place.name, str(counts["nodes"]), str(counts["tokens"]), str(counts["passes"]), *figures])
+    table = markdown(["run", "nodes", "tokens", "passes", "seconds", "tokens/s"], rows)
+    same, saved = sum(a == b for a, b in pairs), first["seconds"] - second["seconds"]
+    return f"{table}\n\n{same} of {len(pairs)} texts equal; {saved:.1f} s saved ({saved / first['seconds']:.0%})"
 
 
 def main() -> None:

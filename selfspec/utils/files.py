@@ -7,11 +7,12 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path, PurePath
@@ -211,6 +212,16 @@ def section(path: Path, name: str) -> tuple[str, str]:
     if not mark or not end:
         raise ValueError(f"{path} has no lines <!-- {name} --> and <!-- end --> for the tables to stand between")
     return head + mark, end + tail
+
+
+def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
+    """The one Markdown table, columns aligned so that it reads in a terminal too; means over nothing are n/a."""
+    columns, *rows = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in (columns, *rows)]
+    rows = [[re.sub(r"\bnan(x\b| %|\b)", "n/a", cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    head = "| " + " | ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)) + " |"
+    return "\n".join([head, "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines])
 
 
 def write_section(path: Path, name: str, text: str) -> None:
