@@ -130,7 +130,7 @@ def test_forecasts_that_are_right_are_accepted(temperature, monkeypatch):
         if self.logits is not None:
             at = len(context.tokens[0])
             known = text[at : at + 3] + [0] * 3
-            self.logits, rows = torch.full_like(self.logits, -50.0), self.rows[0]
+            self.logits, rows = torch.full_like(self.logits, -50.0), self.forecasts[0][0]
             for depth, token in enumerate(known[:3]):
                 if rows[depth] >= 0:
                     self.logits[0, rows[depth], token] = 50.0

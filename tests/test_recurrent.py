@@ -28,7 +28,7 @@ from selfspec.drafters.hybrid import Hybrid
 from selfspec.engine.engine import Engine
 
 KINDS = ["Qwen3.5", "Kimi Linear (MLA)", "Falcon-H1", "LFM2", "Jamba"]  # one of each mixer
-BOUND = {"Bailing-hybrid": 1e-6}  # its gate computes in float32
+BOUND = {"Bailing-hybrid": 1e-6, "Lara-mini": 1e-5}  # their gates compute in float32
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17], [3], [11, 12, 13, 11, 12, 13, 11]]
 _KERNELS = ("chunk", "recurrent", "scan", "selective", "conv1d", "delta")
 

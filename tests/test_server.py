@@ -184,7 +184,7 @@ def test_failures_are_counted_and_kept_beside(pair, fake, tmp_path):
 def test_a_request_at_which_a_server_always_fails_is_a_failure(pair, fake, tmp_path):
     """And not one at which all fail: others are answered meanwhile."""
     fake.fails, fake.finish = "question 2 0", "length"
-    data = asking(pair, fake, tmp_path, errors=1, patience=20.0)
+    data = asking(pair, fake, tmp_path, errors=1, patience=2.0)
     data.write()
     (failed,) = [json.loads(line) for line in (data.place / "failed.jsonl").read_text().splitlines()]
     assert failed["id"] == 2

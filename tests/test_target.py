@@ -162,7 +162,7 @@ def test_longrope_is_exact_up_to_its_original_length_and_refused_behind_it(famil
 
 
 def test_the_probe_finds_rows_that_change_each_other(monkeypatch):
-    monkeypatch.setattr("selfspec.core.target.longest_context", lambda model: (128, "nothing"))
+    monkeypatch.setattr("selfspec.core.support.longest_context", lambda model: (128, "nothing"))
     target = Target(tiny_model(max_position_embeddings=128, rope_parameters=dict(LONGROPE)))
     refused("a row's logits depend on the largest position of the pass", probe, target)
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
