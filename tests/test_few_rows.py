@@ -97,6 +97,14 @@ def test_attention_is_the_library_s(rows, nodes, slots, width, one_mask):
     torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=1e-4)
 
 
+def test_scores_that_are_nan_stay_nan():
+    """As of damaged weights: they are no even mean over what may not be seen."""
+    query, keys = torch.ones(1, 1, 4, 64).bfloat16(), torch.ones(1, 1, 32, 64).bfloat16()
+    keys[..., 3] = float("nan")
+    mask = torch.zeros(1, 1, 4, 32).bfloat16()
+    assert few_queries(query, keys, torch.ones_like(keys), mask, 0.1).isnan().all()
+
+
 def test_a_query_does_not_depend_on_where_it_lies():
     """On the queries beside it, on hidden slots between those it sees, or on how large the buffers are."""
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from selfspec.engine.kernels.fastest import KERNELS, Kernel, choose, measure, ro
 from selfspec.engine.kernels.native import binding, has_tiles, served
 from selfspec.engine.kernels.skinny_gemm import few_rows
 from selfspec.engine.kernels.weights import forget_changed, freeze, laid_out
+from selfspec.utils.machine import private_memory
 
 SERVED = [kernel for kernel in KERNELS if kernel.serves(96, 64)]
 
@@ -191,3 +192,25 @@ def test_weights_that_change_past_their_version_are_laid_out_anew(monkeypatch):
     forget_changed()
     assert address not in module._frozen
     assert address not in module._laid_out
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_what_is_laid_out_is_a_process_s_own():
+    room = private_memory(4096)
+    if not (child := os.fork()):
+        room[0] = 1
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert room[0] == 0
+
+
+def test_the_beginning_of_a_laid_out_weight_is_another(monkeypatch):
+    panels = next((kernel for kernel in SERVED if kernel.name == "panels"), None)
+    if panels is None:
+        pytest.skip("weights are read in place here")
+    monkeypatch.setattr(module, "choose", lambda *_: panels)
+    whole, x = linear(96, 64), torch.randn(3, 64).bfloat16()
+    freeze(whole, 0)
+    assert laid_out([whole.weight]) is not None
+    part = whole.weight[:32]
+    torch.testing.assert_close(few_rows(x, [part]).double(), F.linear(x.double(), part.double()), rtol=2**-6, atol=1e-2)
