@@ -173,8 +173,7 @@ def mask_tree(
     """A tree behind roots, and where asked for mask slots in it as `with_mask_slots` gives them; see `drafted_by`.
     logits: [B, N, V] of a pass; rows, of: see `behind`."""
     known = rows >= 0
-    forecast = logits.gather(1, rows.clamp(min=0)[:, :, None].expand(-1, -1, logits.shape[-1]))
-    forecast = drafter.of_vocabulary(forecast)
+    forecast = drafter.of_vocabulary(logits.gather(1, rows.clamp(min=0)[..., None].expand(-1, -1, logits.shape[-1])))
     ids = None if drafter.vocabulary is None else drafter.vocabulary.expand(len(rows), -1)
 
     def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
@@ -224,8 +223,7 @@ class MaskSession:
             logits, rows = logits.gather(1, at), torch.arange(config.masks, device=rows.device).where(rows >= 0, rows)
         if logits.shape[1] < width:
             logits = F.pad(logits, (0, 0, 0, width - logits.shape[1]))
-        inputs = logits, rows, of, slots
-        return drafted_by(mask_tree, drafter, reduced, inputs)
+        return drafted_by(mask_tree, drafter, reduced, (logits, rows, of, slots))
 
     def add_slots(self, tree: DraftTree, context: Context) -> DraftTree:
         if context.nodes == 1:
