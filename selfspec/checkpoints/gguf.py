@@ -18,6 +18,10 @@ _SCALING, _NONE = ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linea
 _GROWTH = 8  # bytes on disk for one of a file's at most: four bits become 16, and a scratch copy may lie beside
 
 
+class _Unread(ValueError):
+    """Of a file that is whole, and holds what transformers would leave out."""
+
+
 def dequantized(file: Path, folder: Path | None = None, quiet: bool = False) -> Path:
     """The folder of a GGUF file's model, made by the first call: `folder`, or one in the cache that the file's path,
     size and time name. Weights are kept in bfloat16, those of files in float32 or float16 in float32. quiet: without
@@ -57,7 +61,7 @@ def _convert(file: Path, folder: Path) -> None:
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    whole = GgufConfig(dequantize=True, gguf_file=file.name)
+    whole, target = GgufConfig(dequantize=True, gguf_file=file.name), f"target {str(file)!r}"
     try:
         reader = GGUFReader(file)
         widest = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
@@ -67,21 +71,19 @@ def _convert(file: Path, folder: Path) -> None:
         given = {name: field.contents() for name, field in reader.fields.items() if name.endswith(_SCALING)}
         factors += [name for name, how in given.items() if how not in _NONE and not name.startswith("gpt-oss")]
         if factors:  # transformers reads neither, and would place tokens elsewhere
-            raise NotImplementedError(f"scales positions by {factors[0]}, which is not read; take the model's folder")
+            raise _Unread(f"{target} scales positions by {factors[0]}, which is not read; take the model's folder")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=dtype, quantization_config=whole, output_loading_info=True
         )
         model, report = loaded
         if drawn := sorted(report["missing_keys"]):
-            why = f"holds no weights for {', '.join(drawn[:3])}"
-            raise NotImplementedError(f"{why}; merge the parts of a split file: llama-gguf-split --merge")
+            why = f"{target} holds no weights for {', '.join(drawn[:3])}"
+            raise _Unread(f"{why}; merge the parts of a split file: llama-gguf-split --merge")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except NotImplementedError as error:
-        raise ValueError(f"target {str(file)!r} {error}") from error
+    except _Unread:
+        raise
     except Exception as error:  # of two libraries, for damaged files of many kinds
-        raise ValueError(
-            f"target {str(file)!r} is damaged or cut off: {type(error).__name__}: {error!s:.300}"
-        ) from error
+        raise ValueError(f"{target} is damaged or cut off: {type(error).__name__}: {error!s:.300}") from error
     model.config.__dict__.pop("quantization_config", None)  # it is a plain model now, and saved as one
     model.hf_quantizer = None
     with atomic(folder) as scratch:

@@ -19,9 +19,9 @@ from selfspec.utils.errors import one_line
 from selfspec.utils.files import cache_folder, code_hash
 from selfspec.utils.machine import device_name, processor
 
+_OF_DEVICE = torch.OutOfMemoryError, torch.AcceleratorError  # which say nothing of a model
 # Largest deviation of a tree pass from a plain one, over the spread of the logits: rounding stays far below, a node
 # that sees what it should not lies far above.
-_OF_DEVICE = torch.OutOfMemoryError, torch.AcceleratorError  # which say nothing of a model
 _TOLERANCE = {torch.bfloat16: 0.15, torch.float16: 0.03, torch.float32: 1e-3, torch.float64: 1e-6}
 
 

@@ -18,8 +18,8 @@ TEMPLATE = (
     "{% else %}{{ message['content'] + '" + END + "' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-ROLENAMES = {"system", "developer", "user", "assistant", "tool", "function", "function_call", "observation"}
-ROLENAMES |= {"ipython", "environment", "context"}  # of templates
+ROLE_NAMES = {"system", "developer", "user", "assistant", "tool", "function", "function_call", "observation"}
+ROLE_NAMES |= {"ipython", "environment", "context"}  # of templates
 NAMES = {"human": "user"} | dict.fromkeys(("gpt", "model", "chatgpt", "bing", "bard"), "assistant")
 _ARGUMENTS = "chat_template_kwargs"  # of a record, as TRL and serving engines call them
 _RESERVED = {"chat_template", "messages", "tokenize", "add_generation_prompt", "continue_final_message"}
@@ -99,8 +99,8 @@ def message(turn: Any, place: str) -> dict[str, Any]:
     if any(0xD800 <= ord(character) < 0xE000 for character in content):
         raise ValueError(f"{place} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
     name = NAMES.get(role.lower(), role.lower())
-    if name not in ROLENAMES:
-        near = difflib.get_close_matches(name, [*ROLENAMES, *NAMES], 1, 0.75)
+    if name not in ROLE_NAMES:
+        near = difflib.get_close_matches(name, [*ROLE_NAMES, *NAMES], 1, 0.75)
         hint = f"did you mean {near[0]!r}" if near else "use system, user, assistant or tool"
         raise ValueError(f"{place}: the role {role!r} is unknown; {hint}")
     if isinstance(calls := fields.get("tool_calls"), list):

@@ -125,9 +125,7 @@ def layers_read(config: Figures, layers: int, folder: Path) -> list[int]:
             f"{folder}/config.json: use_aux_hidden_state={ours['use_aux_hidden_state']!r} can not be read; an EAGLE-3 "
             "layer reads such states"
         )
-    nested, states = (
-        found if (found := part.get(IDS)) != [] else None for part in (ours, config)
-    )  # as engines read it
+    nested, states = (None if part.get(IDS) == [] else part.get(IDS) for part in (ours, config))  # as engines read it
     for found in (nested, states):
         if found is not None and not (isinstance(found, list) and all(type(v) is int for v in found)):
             raise ValueError(f"{folder}/config.json: {IDS}={found!r} must be a list of whole numbers")
