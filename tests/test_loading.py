@@ -187,6 +187,22 @@ def test_tied_and_untied_embeddings(tmp_path, tokenizer, tied):
     check(spec)
 
 
+@pytest.mark.parametrize("tiles", [True, False])
+def test_weights_lie_where_kernels_read_them_best(tmp_path, tokenizer, monkeypatch, tiles):
+    folder = save_tiny(tmp_path / "target", tokenizer, tie_word_embeddings=True)
+    moved, take = list[int](), target_file.pages.take
+    monkeypatch.setattr(target_file, "has_tiles", lambda: tiles)
+    monkeypatch.setattr(target_file.pages, "take", lambda count, dtype: moved.append(count) or take(count, dtype))
+    target, _ = load_target(str(folder), engine="compiled")
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert target.model.state_dict().keys() == theirs.keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in target.model.state_dict().items())
+    parameters = list(target.model.parameters())
+    assert {parameter.data_ptr() % 64 for parameter in parameters} == {0}
+    assert len(moved) == len(parameters) or not tiles
+    assert target.lm_head.weight is target.model.get_input_embeddings().weight
+
+
 def test_a_cache_beyond_memory_is_refused_with_its_size(heads_folder, monkeypatch):
     spec = selfspec.load(str(heads_folder))
     monkeypatch.setattr("selfspec.core.memory.free_memory", lambda device: 200_000)

@@ -26,6 +26,8 @@ from selfspec.core.quantized import has_int8, has_kernel, quantize
 from selfspec.core.support import refuse_any
 from selfspec.core.target import Target
 from selfspec.engine.choose import check_engine
+from selfspec.engine.kernels.fastest import pages
+from selfspec.engine.kernels.native import has_tiles
 from selfspec.utils.errors import did_you_mean, one_line
 from selfspec.utils.files import Figures
 from selfspec.utils.machine import check_device, default_device, dtype_name
@@ -97,7 +99,7 @@ def load_target(
         if not has_kernel():
             print("int8: no kernel here (AVX2 or AVX-512 VNNI and a C++ compiler); torch multiplies", file=sys.stderr)
     if engine != "eager" and named and not int8:
-        _align(model)
+        _move(model)
     with no_room(f"a pass of target {name!r}"):
         target = served(model, stock=named and divide is None)
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
@@ -229,12 +231,13 @@ def _tokenizer(path: str, revision: str | None, passed: Figures) -> Tokenizer | 
         raise ValueError(f"the tokenizer in {of} can not be read: {one_line(error)}") from error
 
 
-def _align(model: PreTrainedModel) -> None:
-    """Move weights to the start of cache lines. Those of a mapped file lie anywhere; one row's products with them were
-    measured 25% slower."""
+def _move(model: PreTrainedModel) -> None:
+    """Move weights on the CPU to huge pages where kernels read them in place, and to the start of cache lines
+    elsewhere: those of a mapped file lie anywhere. What each brings is in notebooks/LOG.md."""
     for parameter in model.parameters():
-        if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
-            parameter.data = parameter.data.clone()
+        if parameter.device.type == "cpu" and parameter.numel() and (parameter.data_ptr() % 64 or has_tiles()):
+            room = pages.take(parameter.numel(), parameter.dtype).view(parameter.shape)
+            parameter.data = room.copy_(parameter.data)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
