@@ -58,10 +58,12 @@ def dequantized(file: Path, folder: Path | None = None, quiet: bool = False) -> 
 
 def _convert(file: Path, folder: Path) -> None:
     import torch
+    import transformers
     from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    whole, target = GgufConfig(dequantize=True, gguf_file=file.name), f"target {str(file)!r}"
+    target, whole = f"target {str(file)!r}", dict[str, Any]()
+    if hasattr(transformers, "GgufConfig"):  # from 5.17 on; before, every file was dequantized
+        whole = {"quantization_config": transformers.GgufConfig(dequantize=True, gguf_file=file.name)}
     try:
         reader = GGUFReader(file)
         widest = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
@@ -72,14 +74,14 @@ def _convert(file: Path, folder: Path) -> None:
         factors += [name for name, how in given.items() if how not in _NONE and not name.startswith("gpt-oss")]
         if factors:  # transformers reads neither, and would place tokens elsewhere
             raise _Unread(f"{target} scales positions by {factors[0]}, which is not read; take the model's folder")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=dtype, quantization_config=whole, output_loading_info=True
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True, **whole
         )
         model, report = loaded
         if drawn := sorted(report["missing_keys"]):
             why = f"{target} holds no weights for {', '.join(drawn[:3])}"
             raise _Unread(f"{why}; merge the parts of a split file: llama-gguf-split --merge")
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except _Unread:
         raise
     except Exception as error:  # of two libraries, for damaged files of many kinds

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -18,6 +18,7 @@ from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import Document
 from selfspec.utils.checks import at_least, shares
 
+R = TypeVar("R")
 _SMALL = 1000  # up to this many documents the split is by rank, so that no part is empty
 _FORMS = ("text", "messages", "conversations")
 _IDS, _MASK = "input_ids", "loss_mask"  # of records whose tokens an engine has written
@@ -109,11 +110,22 @@ class Records(ABC):
 
     def _usable(self, broken: Broken) -> Iterator[tuple[list[Document], float]]:
         """The documents of each record, and the number by which it trains or validates."""
+        for record, documents in self._read(broken, partial(self._documents, broken=broken)):
+            if documents:
+                yield documents, _digest(record)
+            else:
+                broken.empty += 1
+
+    def _read(
+        self, broken: Broken, read: Callable[[object, str], R], where: str = "data"
+    ) -> Iterator[tuple[object, R]]:
+        """Each record with what `read` makes of it and its place. where: the settings of this data. Raises ValueError
+        for more broken records than are tolerated."""
         for place, record in self.records():
             try:
                 if isinstance(record, ValueError):
                     raise record
-                documents = self._documents(record, place, broken)
+                found = read(record, place)
             except ValueError as error:
                 broken.count += 1
                 if broken.count <= _NAMED:
@@ -121,14 +133,11 @@ class Records(ABC):
                 if broken.count > self.tolerate:
                     more = f"; {self.tolerate} before it were tolerated" if self.tolerate else ""
                     raise ValueError(
-                        f"{error}{more}; mend it, or leave such records out with data.tolerate={self.tolerate + 1}"
-                        " or more"
+                        f"{error}{more}; mend it, or leave such records out with {where}.tolerate="
+                        f"{self.tolerate + 1} or more"
                     ) from error
                 continue
-            if documents:
-                yield documents, _digest(record)
-            else:
-                broken.empty += 1
+            yield record, found
 
     def _documents(self, line: object, place: str, broken: Broken) -> list[Document]:
         if not isinstance(line, dict):
@@ -180,18 +189,8 @@ class Records(ABC):
         return documents
 
     def chats(self) -> Iterator[Chat]:
-        """The conversations among the records, which may be as broken as `tolerate` says."""
-        broken = 0
-        for place, record in self.records():
-            try:
-                if isinstance(record, ValueError):
-                    raise record
-                if isinstance(record, dict) and (record.get("messages") or record.get("conversations")):
-                    yield Chat.of(record, place)
-            except ValueError:
-                broken += 1
-                if broken > self.tolerate:
-                    raise
+        """The conversations among the records, of which a server asks."""
+        return (chat for _, chat in self._read(Broken(), _chat, "data.source") if chat is not None)
 
     def train(self) -> list[Document]:
         return [document for document, part in self.documents() if part == "train"]
@@ -201,6 +200,13 @@ class Records(ABC):
 
     def evaluation(self) -> list[Document]:
         return self.validation()
+
+
+def _chat(record: object, place: str) -> Chat | None:
+    """The conversation of a record that holds one."""
+    if isinstance(record, dict) and (record.get("messages") or record.get("conversations")):
+        return Chat.of(record, place)
+    return None
 
 
 def _is_cut(finish: object) -> bool:

@@ -65,20 +65,22 @@ class DistillConfig:
 @dataclass(frozen=True)
 class _Source:
     """What prompts are drawn from. texts: int64 [D], the documents whose stretches are continued, in all `amount`
-    tokens; starts, ends: int64 [Q], the questions that leave room for an answer."""
+    tokens; starts, ends: int64 [Q], the questions that leave room for an answer; long: how many others there are."""
 
     corpus: Corpus
     texts: Tensor
     amount: int
     starts: Tensor
     ends: Tensor
+    long: int
 
     @classmethod
     def of(cls, corpus: Corpus, length: int) -> _Source:
         starts, ends = openings(corpus)
         fitting = ends - starts + len(corpus.prompt_end) + 1 < length
         texts = (~corpus.is_chat).nonzero()[:, 0]
-        return cls(corpus, texts, int(corpus.lengths()[texts].sum()), starts[fitting], ends[fitting])
+        amount, long = int(corpus.lengths()[texts].sum()), int((~fitting).sum())
+        return cls(corpus, texts, amount, starts[fitting], ends[fitting], long)
 
     def prompts(self, tokens: int, rows: int, length: int, g: torch.Generator) -> tuple[list[Stream], Tensor]:
         """The beginnings of rows, and which of them are questions: bool [rows]. tokens: of a stretch."""
@@ -123,7 +125,9 @@ def distill(
     Raises ValueError where the data are shorter than one prompt, or rows longer than the target's positions.
     """
     source, (part, parts), quiet = _Source.of(corpus, config.length), shard.share(), not is_main_process()
-    _refuse(target, corpus, config, source)
+    _refuse(target, config, source)
+    if source.long and not quiet:
+        print(f"{source.long} questions leave no room for an answer in {config.length} tokens and are passed over")
     identity = {name: value for name, value in asdict(config).items() if name != "folder"}
     text = " ".join(map(str, (corpus.key, *corpus.prompt_end, *corpus.begins)))
     settings = {"settings": f"{identity} seed={seed} target={target_hash(target)}{' int8' * target.int8} text={text}"}
@@ -154,14 +158,12 @@ def distill(
     return texts, _written(shard.gathered(stats), parts)
 
 
-def _refuse(target: Target, corpus: Corpus, config: DistillConfig, source: _Source) -> None:
+def _refuse(target: Target, config: DistillConfig, source: _Source) -> None:
     """Raises ValueError for data shorter than one prompt, and rows longer than the target's positions."""
     length = config.length
     if source.amount <= config.prompt_tokens and not len(source.starts):
-        questions = len(openings(corpus)[0])
-        longest = (
-            f", and none of {questions} questions leaves room for an answer in {length} tokens" if questions else ""
-        )
+        none = f", and none of {source.long} questions leaves room for an answer in {length} tokens"
+        longest = none if source.long else ""
         raise ValueError(
             f"no usable example: {source.amount} tokens of text are too few for prompts of "
             f"train.distill.prompt_tokens={config.prompt_tokens}{longest}; raise train.distill.new_tokens or give more"
