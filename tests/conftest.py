@@ -42,6 +42,10 @@ SPEC_BENCH = Path(__file__).parents[2] / "shared" / "data" / "spec_bench" / "que
 HUMAN_EVAL = SPEC_BENCH.parents[1] / "human_eval" / "HumanEval.jsonl.gz"
 
 
+# Of compiled passes; older torch leaves out roundings, and compiles by inductor alone
+TORCH_ROUNDS = pytest.mark.skipif(torch.__version__ < "2.13", reason=f"torch {torch.__version__} is older than 2.13")
+
+
 def write_lines(path: Path, records: list[Any]) -> str:
     """JSON lines; a string is a line as it stands."""
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import TORCH_ROUNDS, tiny_model
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -171,7 +171,12 @@ def test_what_does_not_fit_is_left_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("backend", "width"), [(None, 64), ("inductor", 64), pytest.param("inductor", 4096, marks=pytest.mark.slow)]
+    ("backend", "width"),
+    [
+        (None, 64),
+        pytest.param("inductor", 64, marks=TORCH_ROUNDS),
+        pytest.param("inductor", 4096, marks=[TORCH_ROUNDS, pytest.mark.slow]),
+    ],
 )
 def test_a_pass_over_a_tree_has_the_bits_of_plain_passes(backend, width):
     """In bfloat16, which rounds at every step: through every layer of a model, compiled and as it is."""

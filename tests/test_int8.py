@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import made, random_drafter, refused, save_tiny, tiny_model
+from conftest import TORCH_ROUNDS, made, random_drafter, refused, save_tiny, tiny_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -94,7 +94,7 @@ def test_gradients_pass_through():
     assert (gradient - x.grad).norm() < 0.05 * x.grad.norm()
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("engine", ["eager", pytest.param("compiled", marks=TORCH_ROUNDS)])
 def test_speculative_text_is_plain_text(folder, engine, tokenizer, tmp_path):
     if engine == "compiled":
         folder = save_tiny(

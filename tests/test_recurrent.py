@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RandomTrees, made, random_drafter, randomize, refused
+from conftest import TORCH_ROUNDS, RandomTrees, made, random_drafter, randomize, refused
 from families import FAMILIES, RECURRENT, VOCAB, build
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -208,7 +208,9 @@ def test_prompts_longer_than_a_piece_are_one_text(name):
     torch.testing.assert_close(logits[:, 0], wanted[:, -1], atol=2e-4, rtol=0.05)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("aot_eager", marks=TORCH_ROUNDS), pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["Qwen3.5", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Falcon-H1", "LFM2"))])
 @pytest.mark.parametrize("drafts", ["exits", pytest.param("heads", marks=pytest.mark.slow)])
 def test_compiled_text_is_eager_text(name, backend, drafts):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from selfspec.engine.kernels import int8, lowering, skinny_gemm
@@ -15,6 +16,8 @@ from selfspec.engine.kernels.native import SOURCES, served
 from selfspec.engine.kernels.skinny_gemm import MOST, SLOTS, STEP
 
 UNDIVIDED = 2**14  # numbers of a row that are summed up by one thread: two would add them in another order
+# From torch 2.12 or 2.13 on LayerNorm of one row is summed up in another way than of many, unless this is 0
+_VARIANCE = "use_two_step_variance_threshold"
 _aten = torch.ops.aten
 _flash = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _few_rows, _few_queries = torch.ops.selfspec.few_rows.default, torch.ops.selfspec.few_queries.default
@@ -31,7 +34,7 @@ def options() -> dict[str, Any]:
         "emulate_precision_casts": True,
         "size_asserts": False,
         "cpp.min_chunk_size": UNDIVIDED,
-        "cpp.use_two_step_variance_threshold": 0,  # else LayerNorm of one row is summed up in another way than of many
+        **({f"cpp.{_VARIANCE}": 0} if hasattr(config.cpp, _VARIANCE) else {}),
         "fx_graph_cache": False,  # what it holds was not seen by the pass in this process; the engine keeps code itself
     }
 
@@ -43,7 +46,8 @@ class FewRows(CustomGraphPass):
 
     def __init__(self) -> None:
         super().__init__()
-        self.varying: list[str] = []
+        # Older inductor leaves out a rounding where one kernel reads again what it stores
+        self.varying = [] if torch.__version__ >= "2.13" else [f"roundings of torch {torch.__version__}"]
 
     def __call__(self, graph: fx.Graph) -> None:
         groups: dict[Hashable, list[fx.Node]] = {}
