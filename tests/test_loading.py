@@ -10,6 +10,7 @@ import torch
 from conftest import made, random_drafter, refused, save_tiny, tiny_model
 from families import build
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import selfspec
@@ -187,20 +188,30 @@ def test_tied_and_untied_embeddings(tmp_path, tokenizer, tied):
     check(spec)
 
 
+class _Quantized(nn.Parameter):
+    """As libraries for quantization make them, with an inside of their own."""
+
+
 @pytest.mark.parametrize("tiles", [True, False])
 def test_weights_lie_where_kernels_read_them_best(tmp_path, tokenizer, monkeypatch, tiles):
     folder = save_tiny(tmp_path / "target", tokenizer, tie_word_embeddings=True)
-    moved, take = list[int](), target_file.pages.take
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    copied, copy = list[Tensor](), target_file.in_huge_pages
     monkeypatch.setattr(target_file, "has_tiles", lambda: tiles)
-    monkeypatch.setattr(target_file.pages, "take", lambda count, dtype: moved.append(count) or take(count, dtype))
-    target, _ = load_target(str(folder), engine="compiled")
+    monkeypatch.setattr(target_file, "in_huge_pages", lambda weight: copied.append(weight) or copy(weight))
+    target, _ = load_target(folder, engine="compiled")
     theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert target.model.state_dict().keys() == theirs.keys()
     assert all(torch.equal(weight, theirs[name]) for name, weight in target.model.state_dict().items())
     parameters = list(target.model.parameters())
     assert {parameter.data_ptr() % 64 for parameter in parameters} == {0}
-    assert len(moved) == len(parameters) or not tiles
+    assert len(copied) == len(parameters) or not tiles
     assert target.lm_head.weight is target.model.get_input_embeddings().weight
+    layer = target.layers[0].mlp.up_proj
+    layer.weight = _Quantized(layer.weight.data, requires_grad=False)
+    copied.clear()
+    target_file._move(target.model)
+    assert len(copied) == (len(parameters) - 1 if tiles else 0)
 
 
 def test_a_cache_beyond_memory_is_refused_with_its_size(heads_folder, monkeypatch):

@@ -175,7 +175,7 @@ def test_prompts_of_conversations_leave_room_and_are_different(chatty):
     assert sorted(filled) == sorted(found)  # texts are too short for their share
 
 
-def test_distillation_answers_questions(chatty, held_out, tmp_path):
+def test_distillation_answers_questions(chatty, held_out, tmp_path, capsys):
     from conftest import tiny_model
 
     model = tiny_model(dtype=torch.float32, vocab_size=len(chatty), max_position_embeddings=512)
@@ -196,6 +196,11 @@ def test_distillation_answers_questions(chatty, held_out, tmp_path):
     assert torch.equal(again.tokens, whole.tokens)
     with pytest.raises(ValueError, match=r"none of .* questions leaves room for an answer in 16 tokens"):
         distill(target, talks, DistillConfig(6, 8, 8), 0, tmp_path)
+    assert "questions leave" not in capsys.readouterr().out
+    lengths = (end - start for start, end in zip(*openings(talks), strict=True))
+    room = int(sorted(lengths)[3]) + len(talks.prompt_end) + 1
+    distill(target, talks, DistillConfig(1, room - 4, 4), 0, tmp_path)
+    assert f"7 of 10 questions leave no room for an answer in {room} tokens" in capsys.readouterr().out
 
 
 def of_sizes(sizes: Sequence[int]) -> Corpus:

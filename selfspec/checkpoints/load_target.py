@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, logging
@@ -26,7 +27,7 @@ from selfspec.core.quantized import has_int8, has_kernel, quantize
 from selfspec.core.support import refuse_any
 from selfspec.core.target import Target
 from selfspec.engine.choose import check_engine
-from selfspec.engine.kernels.fastest import pages
+from selfspec.engine.kernels.fastest import in_huge_pages
 from selfspec.engine.kernels.native import has_tiles
 from selfspec.utils.errors import did_you_mean, one_line
 from selfspec.utils.files import Figures
@@ -232,12 +233,14 @@ def _tokenizer(path: str, revision: str | None, passed: Figures) -> Tokenizer | 
 
 
 def _move(model: PreTrainedModel) -> None:
-    """Move weights on the CPU to huge pages where kernels read them in place, and to the start of cache lines
-    elsewhere: those of a mapped file lie anywhere. What each brings is in notebooks/LOG.md."""
+    """Move weights on the CPU into huge pages: those that kernels read in place, and those that a mapped file has
+    elsewhere than at the start of a cache line. What each brings is in notebooks/LOG.md. Weights that are quantized
+    tensors stay."""
     for parameter in model.parameters():
-        if parameter.device.type == "cpu" and parameter.numel() and (parameter.data_ptr() % 64 or has_tiles()):
-            room = pages.take(parameter.numel(), parameter.dtype).view(parameter.shape)
-            parameter.data = room.copy_(parameter.data)
+        if type(parameter) is not nn.Parameter or parameter.device.type != "cpu" or not parameter.numel():
+            continue
+        if parameter.data_ptr() % 64 or (parameter.dtype == torch.bfloat16 and has_tiles()):
+            parameter.data = in_huge_pages(parameter.data)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -127,7 +127,11 @@ def distill(
     source, (part, parts), quiet = _Source.of(corpus, config.length), shard.share(), not is_main_process()
     _refuse(target, config, source)
     if source.long and not quiet:
-        print(f"{source.long} questions leave no room for an answer in {config.length} tokens and are passed over")
+        questions = source.long + len(source.starts)
+        print(
+            f"{source.long} of {questions} questions leave no room for an answer in {config.length} tokens and are "
+            "passed over; raise train.distill.new_tokens"
+        )
     identity = {name: value for name, value in asdict(config).items() if name != "folder"}
     text = " ".join(map(str, (corpus.key, *corpus.prompt_end, *corpus.begins)))
     settings = {"settings": f"{identity} seed={seed} target={target_hash(target)}{' int8' * target.int8} text={text}"}

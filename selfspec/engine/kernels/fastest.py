@@ -60,19 +60,31 @@ class _Pages:
     used = 0
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Room for `count` numbers."""
+        """Room for `count` numbers: in a chunk that others share, or of its own."""
         size = -(-dtype.itemsize * count // 64) * 64
+        if size >= _CHUNK:
+            return torch.frombuffer(_huge(size), dtype=dtype, count=count)
         with _lock:
-            if self.chunk is None or self.used + size > len(self.chunk):
-                self.chunk, self.used = private_memory(max(_CHUNK, size)), 0
-                with suppress(AttributeError, OSError):
-                    self.chunk.madvise(mmap.MADV_HUGEPAGE)
+            if self.chunk is None or self.used + size > _CHUNK:
+                self.chunk, self.used = _huge(_CHUNK), 0
             room = torch.frombuffer(self.chunk, dtype=dtype, count=count, offset=self.used)
             self.used += size
         return room
 
 
+def _huge(size: int) -> mmap.mmap:
+    memory = private_memory(size)
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 pages = _Pages()
+
+
+def in_huge_pages(weight: Tensor) -> Tensor:
+    """A copy of a weight there, contiguous."""
+    return pages.take(weight.numel(), weight.dtype).view(weight.shape).copy_(weight)
 
 
 def in_panels(weight: Tensor) -> Tensor:
@@ -185,6 +197,8 @@ def measure(outputs: int, width: int) -> Figures:
     kernels that are not row-invariant."""
     copies = min(COPIES, math.ceil(_COLD / (2 * outputs * width)))
     weights = [torch.randn(outputs, width, dtype=torch.bfloat16) for _ in range(copies)]
+    if has_tiles():  # where targets' weights lie, too
+        weights = [in_huge_pages(weight) for weight in weights]
     left = torch.randn(2 * INVARIANT, width, dtype=torch.bfloat16)
     out = torch.empty(2 * INVARIANT, outputs, dtype=torch.bfloat16)
     kernels = [kernel for kernel in KERNELS if kernel.serves(outputs, width)]

@@ -16,7 +16,7 @@ from selfspec.engine.kernels.native import SOURCES, served
 from selfspec.engine.kernels.skinny_gemm import MOST, SLOTS, STEP
 
 UNDIVIDED = 2**14  # numbers of a row that are summed up by one thread: two would add them in another order
-# From torch 2.12 or 2.13 on LayerNorm of one row is summed up in another way than of many, unless this is 0
+# Newer inductor sums up LayerNorm of one row in another way than of many, unless this is 0
 _VARIANCE = "use_two_step_variance_threshold"
 _aten = torch.ops.aten
 _flash = _aten._scaled_dot_product_flash_attention_for_cpu.default
