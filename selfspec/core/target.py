@@ -24,7 +24,7 @@ from selfspec.core.verify import WalkNoise
 from selfspec.engine.choose import engine_for
 from selfspec.engine.engine import Engine
 from selfspec.engine.kernels.weights import forget_changed
-from selfspec.engine.keys import float32_products
+from selfspec.engine.keys import ROUNDS, float32_products
 from selfspec.utils.exactness import EXACT, ROUNDED, TESTED, exactness
 
 
@@ -135,6 +135,7 @@ class Target:
     def exactness(self) -> str:
         """What holds of speculative output in this dtype and engine, as a line for users."""
         waits = self.engine.waited > 0 and not self.engine.made and not self.engine.varying and not self.recurrent
+        waits = waits and ROUNDS
         return exactness(f"{self.dtype_name}, {self.engine.name} engine", self.exact, waits)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from selfspec.utils.files import only_mine, private_folder
+from selfspec.utils.files import atomic, only_mine, private_folder
 
 DISK = 2**30  # bytes of compiled code on disk; what was not used for longest goes first
 
@@ -45,7 +45,8 @@ def write(path: Path | None, code: Any, varying: str) -> bool:
         private_folder(path.parent)
         if varying:
             path.with_suffix(".varying").write_text(varying)
-        code.save_compiled_function(str(path))
+        with atomic(path) as scratch:
+            code.save_compiled_function(str(scratch))
         _trim(path.parent)
     except OSError as error:
         print(f"compiled code is not kept in {path.parent}: {error}", file=sys.stderr)

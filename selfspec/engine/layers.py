@@ -37,10 +37,7 @@ def compiled_once(modules: Iterable[nn.Module]) -> Iterator[bool]:
 
 
 class _Mark:
-    """An argument of a kind that torch does not compare."""
-
-
-_MARK = _Mark()
+    """An argument of a kind that torch does not compare, made while it traces: one with a name it does."""
 
 
 @cache
@@ -58,6 +55,6 @@ def _region(kind: Any) -> Callable[..., Any]:
     def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():  # another thread, which runs the layer as it is
             return forward(self, *args, **kwargs)
-        return region(_MARK, self, *args, **kwargs)
+        return region(_Mark(), self, *args, **kwargs)
 
     return marked

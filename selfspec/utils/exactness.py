@@ -2,9 +2,9 @@
 
 EXACT, TESTED, ROUNDED, LOSSY = "by construction", "in every test", "up to rounding", "no: by a lossy rule"
 STORY = (
-    "The same seed gives the tokens of plain decoding: by construction in bfloat16 on CPUs with AVX2 or AVX-512 and a "
-    "C++ compiler for targets whose layers are all attention, in every test in float32, elsewhere up to rounding of "
-    "near-ties."
+    "The same seed gives the tokens of plain decoding: by construction in bfloat16 on CPUs with AVX2 or AVX-512, a C++ "
+    "compiler and torch 2.13 for targets whose layers are all attention, in every test in float32, elsewhere up to "
+    "rounding of near-ties."
 )
 
 

@@ -14,6 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from selfspec.engine.kernels import int8, lowering, skinny_gemm
 from selfspec.engine.kernels.native import SOURCES, served
 from selfspec.engine.kernels.skinny_gemm import MOST, SLOTS, STEP
+from selfspec.engine.keys import ROUNDS
 
 UNDIVIDED = 2**14  # numbers of a row that are summed up by one thread: two would add them in another order
 # Newer inductor sums up LayerNorm of one row in another way than of many, unless this is 0
@@ -46,8 +47,7 @@ class FewRows(CustomGraphPass):
 
     def __init__(self) -> None:
         super().__init__()
-        # Older inductor leaves out a rounding where one kernel reads again what it stores
-        self.varying = [] if torch.__version__ >= "2.13" else [f"roundings of torch {torch.__version__}"]
+        self.varying = [] if ROUNDS else [f"roundings of torch {torch.__version__}"]
 
     def __call__(self, graph: fx.Graph) -> None:
         groups: dict[Hashable, list[fx.Node]] = {}

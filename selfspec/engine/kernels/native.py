@@ -68,7 +68,7 @@ def has_tiles() -> bool:
     from torch._inductor.cpu_vec_isa import VecAMX, supported_vec_isa_list  # slow to import
 
     # torch's own object: it keeps what it finds out, which decides by which flags torch compiles.
-    return any(map(bool, (isa for isa in supported_vec_isa_list if isinstance(isa, VecAMX))))
+    return has_compiler() and any(map(bool, (isa for isa in supported_vec_isa_list if isinstance(isa, VecAMX))))
 
 
 @cache
@@ -78,7 +78,7 @@ def trust_known_vectors() -> None:
     from torch._inductor import config, cpu_vec_isa  # slow to import
 
     marker = _kernel_path("vectors").with_suffix(".vectors")
-    if config.cpp.vec_isa_ok is not None or not served():
+    if config.cpp.vec_isa_ok is not None or not served() or not has_compiler():
         return
     if not marker.is_file():
         flags = cpu_vec_isa.x86_isa_checker()
