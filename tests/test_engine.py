@@ -36,6 +36,7 @@ from selfspec.drafters.sequential import SequentialHeads
 from selfspec.engine import choose, disk
 from selfspec.engine.choose import LATER, engine_for
 from selfspec.engine.engine import Engine
+from selfspec.engine.kernels import native
 from selfspec.engine.kernels.native import has_compiler
 from selfspec.engine.keys import bucket, structure
 from selfspec.engine.layers import compiled_once
@@ -487,6 +488,7 @@ def test_threads_that_sleep_are_named(monkeypatch, capsys):
 
 
 def test_without_a_compiler_the_package_to_install_is_named(monkeypatch, request, capsys):
+    from torch._inductor import config as inductor_config
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -501,6 +503,14 @@ def test_without_a_compiler_the_package_to_install_is_named(monkeypatch, request
     monkeypatch.delenv("SELFSPEC_ENGINE")
     assert engine_for("auto", torch.device("cpu")).name == "eager"
     assert "passes run eagerly: engine=compiled needs a C++ compiler" in capsys.readouterr().err
+    # Nothing else asks torch for vectors or tiles, which would end a pass on a GPU, or loading, with its error
+    monkeypatch.setattr(inductor_config.cpp, "vec_isa_ok", None)
+    monkeypatch.setattr(native, "has_avx512", lambda: True)
+    monkeypatch.setattr(native, "_kernel_path", lambda source: Path("none"))
+    for name in ("_is_amx_tile_supported", "_init_amx"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True)
+    assert not native.has_tiles.__wrapped__()
+    native.trust_known_vectors.__wrapped__()
 
 
 def test_auto_compiles_unless_the_environment_says_otherwise(monkeypatch):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from selfspec.utils.files import code_hash
 from selfspec.utils.machine import processor
 
-ROUNDS = torch.__version__ >= "2.13"  # inductor leaves no rounding of a model's out; of versions, not of letters
+ROUNDS = torch.__version__ >= "2.13"  # from there on inductor keeps every rounding of a model
 _PLAIN = (bool, int, float, str, torch.dtype)
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
 _SMALL = 4096  # numbers of a tensor that is no buffer, by which it is known
