@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.core.options import integer
 from selfspec.data.chat import Chat
 from selfspec.data.chat_template import ChatTemplate
+from selfspec.utils.checks import integer
 from selfspec.utils.errors import one_line
 
 Ids = Sequence[int]

@@ -11,8 +11,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from transformers import GenerationConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.core.options import Options, as_seed, end_tokens, tokens_of
+from selfspec.core.options import Options, as_seed
 from selfspec.core.sampling import Sampling
+from selfspec.core.support import tokens_of
 from selfspec.core.target import Target
 from selfspec.hf_generate import from_config, stopping
 from selfspec.utils.errors import did_you_mean
@@ -87,7 +88,7 @@ class Request:
         none = self.stop is None or (isinstance(self.stop, (list, tuple)) and not self.stop)
         stops = () if none else (stopping("stop", tokenizer, self.stop, [*map(len, prompts)]),)  # type: ignore[arg-type]
         given = None if self.generation_config is None else self.generation_config.eos_token_id
-        eos = end_tokens(target) if given is None else tokens_of(given, "generation_config.eos_token_id")
+        eos = target.end_tokens if given is None else tokens_of(given, "generation_config.eos_token_id")
         return Options(self.max_new_tokens, sampling, as_seed(seed), eos, stops=stops)
 
 

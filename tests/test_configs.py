@@ -10,7 +10,6 @@ from selfspec.api import load
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.cli.training_runs import run_pretrain, run_training
-from selfspec.core.options import end_tokens
 from selfspec.training import pretrain, synthetic
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +43,7 @@ def test_experiment_runs(name, tmp_path, source_root, tokenizer, tiny_folder, mo
         target, found = load_target(str(tmp_path / "run" / "target"))
         assert target.n_layers == layers
         assert found.chat_template
-        assert end_tokens(target) == {found.bos_token_id, found.eos_token_id}
+        assert target.end_tokens == {found.bos_token_id, found.eos_token_id}
         first = load_target(str(tmp_path / "run" / "source" / "target"))[0]  # the first stage, to go on from
         again = compose_config("target", *asked, f"pretrain.init={tmp_path / 'run' / 'source' / 'target'}")
         run_pretrain(again, tmp_path / "again")

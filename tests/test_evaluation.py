@@ -13,7 +13,7 @@ from selfspec.api import Spec
 from selfspec.cli.reports import run_report
 from selfspec.cli.show import gain
 from selfspec.core.generate import speculative
-from selfspec.core.options import Options, end_tokens
+from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
@@ -318,7 +318,7 @@ def test_what_calibration_promises_is_what_decoding_does(kind, llama, monkeypatc
         acceptance = tuple(map(tuple, drafter.calibration["greedy"].acceptance))
         assert tau == {str(n): 1 + layout(acceptance, n).drafted for n in (8, 16, 32)}
     else:
-        assert asked == [end_tokens(llama)] * 3
+        assert asked == [llama.end_tokens] * 3
 
 
 def test_samples_that_are_decoded_again_are_spread_over_all():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import selfspec
 from selfspec.cli.evaluation_runs import run_show
 from selfspec.core.generate import autoregressive
-from selfspec.core.options import Options, end_tokens
+from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.data.chat import TEMPLATE, Chat
@@ -188,7 +188,7 @@ def test_distillation_answers_questions(chatty, held_out, tmp_path, capsys):
     row = whole.document(0).tokens.tolist()
     start = next(i for i, counts in enumerate(whole.mask.tolist()) if counts)
     assert tuple(row[:start]) in asked
-    options = Options(200, Sampling(1.0), [0], end_tokens(target))
+    options = Options(200, Sampling(1.0), [0], target.end_tokens)
     own = autoregressive(target, [row[:start]], options).token_ids[0]
     assert row[start : start + len(own)] == own
     assert whole.mask[start : start + len(own)].all()

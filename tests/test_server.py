@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec.checkpoints.load_target import load_target
 from selfspec.cli.training_runs import run_check
-from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data import server as module
 from selfspec.data.records import JsonLines
@@ -54,7 +53,7 @@ def source(pair: Pair, folder: Path, count: int = 6, turns: int = 2) -> JsonLine
 
 
 def asking(pair: Pair, fake: FakeServer, folder: Path, **changes: Any) -> Server:
-    settings = {"url": fake.url, "tokenizer": pair[1], "ends": end_tokens(pair[0]), "new_tokens": 8, "at_once": 3}
+    settings = {"url": fake.url, "tokenizer": pair[1], "ends": pair[0].end_tokens, "new_tokens": 8, "at_once": 3}
     settings |= {"folder": str(folder / "kept"), "patience": 0.2, "validation_share": 0.4}
     if "source" not in changes:
         settings["source"] = source(pair, folder)

@@ -22,7 +22,7 @@ from selfspec.checkpoints.weights_hash import parts_hash
 from selfspec.cli import servers as commands
 from selfspec.cli.training_runs import run_training
 from selfspec.core.generate import autoregressive
-from selfspec.core.options import Options, end_tokens
+from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
 from selfspec.data.packing import Packed
@@ -110,7 +110,7 @@ def test_parts_are_the_targets_own(whole, parts, folder):
     assert torch.equal(out.logits, full.logits)
     assert torch.equal(out.hidden, full.hidden)
     assert parts.partial
-    assert end_tokens(parts) == end_tokens(target)
+    assert parts.end_tokens == target.end_tokens
     assert not target.partial
     assert parts_hash(parts) == parts_hash(target)
     in_memory = sum(p.numel() for p in {id(p): p for p in parts.model.parameters()}.values() if not p.is_meta)

@@ -17,7 +17,7 @@ from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.cli.training_runs import run_check, run_distill, run_training
 from selfspec.core.generate import autoregressive
-from selfspec.core.options import Options, end_tokens
+from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.data.corpus import Document
@@ -230,7 +230,7 @@ def test_own_text_is_the_targets_and_an_interrupted_writing_goes_on(tmp_path, ti
     whole, _ = distill(target, stream, config, 3, tmp_path / "a")
     assert len(whole.tokens) == len(whole.mask) == 80 * 24
     rows, masks = whole.tokens.view(80, 24), whole.mask.view(80, 24)
-    eos = end_tokens(target)
+    eos = target.end_tokens
     for row, temperature in ((0, 1.0), (31, 1.0), (32, 0.0), (79, 0.0)):
         prompt = rows[row, :8].tolist()
         assert masks[row, :8].tolist() == [t % 7 > 0 for t in prompt]

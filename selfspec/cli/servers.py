@@ -154,7 +154,6 @@ def _write_states(args: argparse.Namespace) -> None:
     urls = server_urls("--url", args.url)
     names_of("selfspec.data.records")["files_of"](args.path)
 
-    from selfspec.core.options import end_tokens
     from selfspec.data.records import JsonLines
     from selfspec.data.store import tokenize
     from selfspec.integrations import serve_target as server
@@ -162,7 +161,7 @@ def _write_states(args: argparse.Namespace) -> None:
     from selfspec.utils.openai_client import Servers
 
     target, tokenizer, drafter = server.untrained(args.target, args.drafter)
-    texts = JsonLines(path=args.path, tokenizer=tokenizer, ends=end_tokens(target))
+    texts = JsonLines(path=args.path, tokenizer=tokenizer, ends=target.end_tokens)
     corpus = tokenize([document for document, _ in texts.documents()], tokenizer)
     documents = [corpus.document(i).tokens[: args.length] for i in range(len(corpus.is_chat))]
     source = FromServer(target, drafter.reads, Servers(urls), args.layers, 1.0)

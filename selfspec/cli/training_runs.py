@@ -21,7 +21,6 @@ from selfspec.checkpoints.loading import find_drafter
 from selfspec.checkpoints.target_parts import load_parts
 from selfspec.cli.config import TargetRun, TrainRun, drafter_of
 from selfspec.cli.run_folders import FREE, as_plain, check_same, finished, run_folder, typed
-from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.documents import Records
 from selfspec.data.records import files_of
@@ -82,7 +81,7 @@ def build_data(config: DictConfig, tokenizer: Tokenizer, target: Target) -> Any:
     """The data group's documents; those that need a chat template get the tokenizer and the target's end tokens, and
     those that read others' questions get their source."""
     wanted = {f.name for f in fields(get_class(config._target_))}
-    beside: Figures = {"tokenizer": tokenizer, "ends": end_tokens(target)}
+    beside: Figures = {"tokenizer": tokenizer, "ends": target.end_tokens}
     if (source := config.get("source")) is not None:
         beside["source"] = build_data(source, tokenizer, target)
         config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "source"])

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.core.contract import Accepted, Context, Drafts, Session
-from selfspec.core.options import Options, check, integer
+from selfspec.core.options import Options, check
 from selfspec.core.rows import MAX_NODES, Rows
 from selfspec.core.stats import Span, Stats, elapsed, moment
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import Kept
+from selfspec.utils.checks import integer
 from selfspec.utils.exactness import LOSSY
 
 R = TypeVar("R")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import Relaxed
+from selfspec.utils.checks import integer
 
 
 @dataclass(frozen=True)
@@ -59,16 +58,6 @@ class Options:
         object.__setattr__(self, "max_new_tokens", integer("max_new_tokens", self.max_new_tokens))  # never a tensor
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-
-
-def integer(name: str, value: object) -> int:
-    """An int from anything that is exactly one (NumPy's and torch's scalars too). Raises ValueError."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        pass
-    raise ValueError(f"{name}={value!r} must be an integer")
 
 
 def as_seed(seed: object, name: str = "seed") -> int | list[int]:
@@ -118,15 +107,3 @@ def limited(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: in
         f"row {rows[0]} ends after {target.max_positions - len(prompts[rows[0]])} new tokens instead of "
         f"{max_new_tokens}: {target.name!r} is served up to {target.max_positions} positions ({target.limited_by})"
     )
-
-
-def end_tokens(target: Target) -> frozenset[int]:
-    """The EOS ids of the target's generation config."""
-    eos = target.model.generation_config.eos_token_id if target.model.generation_config is not None else None
-    return frozenset() if eos is None else tokens_of(eos, f"target {target.name!r}: generation_config.eos_token_id")
-
-
-def tokens_of(eos: Any, name: str) -> frozenset[int]:
-    """Of an eos_token_id of transformers: one, a list, or a tensor. Raises ValueError with its name."""
-    eos = eos.tolist() if hasattr(eos, "tolist") else eos
-    return frozenset(integer(name, one) for one in (eos if isinstance(eos, (list, tuple)) else [eos]))

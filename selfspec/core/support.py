@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from selfspec.core.recurrent.mixers import keeps_state, mixers
+from selfspec.utils.checks import integer
 
 M = TypeVar("M", bound=nn.Module)
 _VERSION, _STATES = version("transformers"), (5, 21)  # since which layers ask their cache for states
@@ -159,6 +160,12 @@ def attention_types(config: Any) -> tuple[int | None, set[str], dict[str, int | 
     kinds = {("sliding" if "sliding" in kind else "full") + "_attention" for kind in types}
     kinds = kinds & types or kinds  # layers with a state alone need no mask
     return window, types, {name: windows[name] for name in sorted(kinds)}
+
+
+def tokens_of(eos: Any, name: str) -> frozenset[int]:
+    """Of an eos_token_id of transformers: one, a list, or a tensor. Raises ValueError with its name."""
+    eos = eos.tolist() if hasattr(eos, "tolist") else eos
+    return frozenset(integer(name, one) for one in (eos if isinstance(eos, (list, tuple)) else [eos]))
 
 
 def returned_values(model: PreTrainedModel) -> int:

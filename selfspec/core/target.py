@@ -117,6 +117,13 @@ class Target:
         return self._returns
 
     @property
+    def end_tokens(self) -> frozenset[int]:
+        """The EOS ids of its generation config."""
+        eos = getattr(self.model.generation_config, "eos_token_id", None)
+        name = f"target {self.name!r}: generation_config.eos_token_id"
+        return frozenset() if eos is None else support.tokens_of(eos, name)
+
+    @property
     def exact(self) -> str:
         """Whether speculative output is that of plain decoding "by construction", since every pass so far gave a row
         the bits that it has in any other; "in every test", since in float32 rounding is far below what separates

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.core.contract import Session
-from selfspec.core.options import integer
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
+from selfspec.utils.checks import integer
 
 _COUNTS = ("heads", "blocks", "stack", "depth", "unroll", "modules")  # of layers and the like
 _COUNTED, _LARGEST = 256, 16_384

@@ -15,7 +15,6 @@ from transformers import CompileConfig, GenerationConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.api import Spec
-from selfspec.core.options import end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.data.questions import Question
@@ -139,7 +138,7 @@ def hf_generate(
     pad = [width - len(row) for row in batch]
     ids = torch.tensor([[0] * n + row for n, row in zip(pad, batch, strict=True)], device=spec.target.device)
     mask = torch.tensor([[0] * n + [1] * (width - n) for n in pad], device=spec.target.device)
-    eos = method.pop("eos", end_tokens(spec.target))
+    eos = method.pop("eos", spec.target.end_tokens)
     sampled: Figures = {"do_sample": False}
     if sampling.temperature > 0:
         sampled = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}

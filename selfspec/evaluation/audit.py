@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 from selfspec.api import Spec
 from selfspec.core.generate import Result, autoregressive, speculative
-from selfspec.core.options import Options, as_seed, check, end_tokens
+from selfspec.core.options import Options, as_seed, check
 from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.support import cache_name
@@ -153,7 +153,7 @@ class _Comparison:
 
     def __init__(self, spec: Spec, prompts: list[list[int]], config: AuditConfig) -> None:
         self.spec, self.prompts, self.config = spec, prompts, config
-        self.eos = end_tokens(spec.target)
+        self.eos = spec.target.end_tokens
         self.trees = [(n, b) for n in config.nodes for b in config.batch_sizes]
         self.found = Audit(f"torch.{spec.target.dtype_name}", 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, [])
         self.noise: list[Tensor] = []

@@ -18,7 +18,6 @@ import torch
 
 from selfspec.api import Spec
 from selfspec.checkpoints.named import gguf_file
-from selfspec.core.options import end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
@@ -213,7 +212,7 @@ def started(names: Sequence[str], target: Target, context: int) -> Iterator[dict
 
 def answering(peer: Peer, name: str, spec: Spec, max_new_tokens: int) -> Call:
     """A model in another engine as an arm: greedy, one prompt at a time. Raises ValueError where its process ended."""
-    ends = sorted(end_tokens(spec.target))
+    ends = sorted(spec.target.end_tokens)
 
     def call(batch: Sequence[Prompt], sampling: Sampling) -> Generated:
         (prompt,) = batch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core.generate import autoregressive, speculative
-from selfspec.core.options import Options, as_seed, end_tokens
+from selfspec.core.options import Options, as_seed
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
@@ -149,7 +149,7 @@ def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[
         raise ValueError("there is no text to calibrate a drafter on; give at least one prompt")
     prompts = [sample.tokens[: sample.start].tolist() for sample in samples]
     longest = max(len(sample.tokens) - sample.start for sample in samples)
-    options = Options(max(1, longest), Sampling(TEMPERATURES[mode]), eos=end_tokens(target))
+    options = Options(max(1, longest), Sampling(TEMPERATURES[mode]), eos=target.end_tokens)
     figures: Expected = {"tau": {}}
     for nodes in NODES:
         session = drafter.eval().session(target, len(prompts))
@@ -182,7 +182,7 @@ def decoded(
     counts = torch.zeros(2, dtype=torch.float64)
     if samples:
         prompts = [sample.tokens[: sample.start].tolist() for sample in samples]
-        options = Options(new_tokens, Sampling(TEMPERATURES[mode]), list(seeds), end_tokens(target))
+        options = Options(new_tokens, Sampling(TEMPERATURES[mode]), list(seeds), target.end_tokens)
         with progress(total=1, desc=f"decoding, {mode}", leave=False, disable=not is_main_process()):
             stats = speculative(target, prompts, options, drafter.eval(), 16).stats
         counts = torch.tensor([stats.tokens, stats.passes], dtype=torch.float64)
@@ -204,7 +204,7 @@ def write_samples(
     for first in progress(range(0, len(prompts), _BATCH), desc=f"calibration texts, T={temperature:g}", disable=quiet):
         batch = prompts[first : first + _BATCH]
         own_seeds = list(seeds[first : first + len(batch)])
-        options = Options(new_tokens, Sampling(temperature), own_seeds, end_tokens(target))
+        options = Options(new_tokens, Sampling(temperature), own_seeds, target.end_tokens)
         for prompt, new, seed in zip(batch, autoregressive(target, batch, options).token_ids, own_seeds, strict=True):
             tokens = torch.tensor(prompt + new)
             with torch.inference_mode():

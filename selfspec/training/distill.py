@@ -21,7 +21,7 @@ from torch import Tensor
 
 from selfspec.checkpoints.weights_hash import target_hash
 from selfspec.core.generate import autoregressive
-from selfspec.core.options import Options, end_tokens
+from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
@@ -216,7 +216,7 @@ def _write(
 ) -> dict[str, Tensor]:
     """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds; those sampled stand
     first. Each call's stats are appended to `stats`."""
-    rows, length, eos = min(_CHUNK, config.rows - first), config.length, end_tokens(target)
+    rows, length, eos = min(_CHUNK, config.rows - first), config.length, target.end_tokens
     g = torch.Generator().manual_seed(wrapped(seed * 1_000_003 + first))
     prompts, chosen = source.prompts(config.prompt_tokens, rows, length, g)
     tokens = torch.full((rows, length), min(eos, default=0), dtype=torch.int32)

@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.checkpoints.cast import Stock
 from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
 from selfspec.core.chains import ChainTarget
-from selfspec.core.options import end_tokens, integer
 from selfspec.core.quantized import has_kernel, quantize
 from selfspec.core.support import view
 from selfspec.core.target import Target
@@ -38,7 +37,7 @@ from selfspec.data.tasks import EDITS, MOST
 from selfspec.training import shard
 from selfspec.training.conversations import Conversation, Rules, write_conversations
 from selfspec.training.distill import read, write
-from selfspec.utils.checks import at_least, shares
+from selfspec.utils.checks import at_least, integer, shares
 from selfspec.utils.files import Figures, cache_folder, is_main_process, write_text
 from selfspec.utils.progress import progress
 
@@ -110,7 +109,7 @@ def synthetic(config: Synthetic, target: Target, tokenizer: Tokenizer) -> tuple[
     """
     check_writes(target)
     (part, processes), quiet = shard.share(), not is_main_process()
-    template = Template.of(ChatTemplate(tokenizer, end_tokens(target), config.chat_template_kwargs))
+    template = Template.of(ChatTemplate(tokenizer, target.end_tokens, config.chat_template_kwargs))
     _check_positions(config, target, _longest(config, template, _ids(config, tokenizer)))
     writer = _writer(target, config.int8)
     identity = {k: v for k, v in asdict(config).items() if k not in _BESIDE and (k not in _LATER or v)}
@@ -161,7 +160,7 @@ def _place(
     what it renders may hold the date. Earlier versions went by that, and what they wrote is read."""
     source = f"{tokenizer.chat_template} {sorted(config.chat_template_kwargs.items())}"
     for form in (asdict(template), source):
-        read_by = f"{form} {tokenizer_hash(tokenizer)} {sorted(end_tokens(target))}"
+        read_by = f"{form} {tokenizer_hash(tokenizer)} {sorted(target.end_tokens)}"
         settings = {"settings": f"{what} {writer.dtype_name} {read_by}"}
         name = hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]
         folder = Path(config.folder or cache_folder() / "synthetic") / name
@@ -202,7 +201,7 @@ def _written(
     target: Target, tokenizer: Tokenizer, template: Template, config: Synthetic, numbers: Iterable[int]
 ) -> Iterator[Conversation]:
     """The conversations of these numbers, as they end."""
-    words, ends, edits = _ids(config, tokenizer), end_tokens(target), _edits(config, tokenizer)
+    words, ends, edits = _ids(config, tokenizer), target.end_tokens, _edits(config, tokenizer)
     rules = Rules(
         template,
         config.turns,

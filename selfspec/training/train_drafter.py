@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
 from selfspec.checkpoints.weights_hash import target_hash, weights_hash
-from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.packing import Packed
@@ -156,7 +155,7 @@ def _rows(run: DrafterRun, accelerator: Accelerator) -> tuple[Corpus, Packed, li
     run.log.begin()
     if distill_config.rows and run.trained:
         texts, _ = distill(target, texts, distill_config, loop.seed, folder)
-        pad = min(end_tokens(target), default=0)
+        pad = min(target.end_tokens, default=0)
         batches = Packed(texts, distill_config.length, drafter_data.distilled_size(config, loop), *among, pad)
     return texts, batches, prompts
 

@@ -1,12 +1,23 @@
-"""What values of a config may be. Each function raises ValueError for the first named field whose value is not allowed;
-None is allowed where it is the default."""
+"""What values of a config or a call may be. Functions of a config raise ValueError for the first named field whose
+value is not allowed; None is allowed where it is the default."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
+
+
+def integer(name: str, value: object) -> int:
+    """An int from anything that is exactly one (NumPy's and torch's scalars too). Raises ValueError."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise ValueError(f"{name}={value!r} must be an integer")
 
 
 def at_least(config: object, place: str, least: int, *names: str, most: float = math.inf) -> None:

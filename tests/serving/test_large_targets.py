@@ -25,7 +25,7 @@ from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.load_target import load_target, load_tokenizer
 from selfspec.checkpoints.target_parts import load_parts
 from selfspec.core.generate import autoregressive, speculative
-from selfspec.core.options import Options, end_tokens
+from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.data.records import JsonLines
 from selfspec.data.store import tokenize
@@ -252,7 +252,7 @@ def counted(folder: Path, chat: str, length: int = 3) -> None:
     rows = [spec.tokenizer.apply_chat_template(m, add_generation_prompt=True)["input_ids"] for m in messages]
     theirs = judge(folder, TARGET, "float32", {"all": rows}, configured("eagle3", folder / "served", length), 32)["all"]
     on, drafts, counts = Options(32 + length + 1, Sampling(0.0), 0, frozenset()), 0, list[list[int]]()
-    options = Options(32, Sampling(0.0), 0, end_tokens(spec.target))
+    options = Options(32, Sampling(0.0), 0, spec.target.end_tokens)
     for row in rows:
         chain = Chain(spec.drafter, length)
         speculative(spec.target, [row], options, chain, length + 1)

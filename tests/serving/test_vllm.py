@@ -25,7 +25,7 @@ from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.formats.eagle3 import IDS
 from selfspec.checkpoints.load_target import load_tokenizer
 from selfspec.core.generate import autoregressive, speculative
-from selfspec.core.options import Options, end_tokens
+from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.data.corpus import PythonSource
 from selfspec.data.questions import Asking, read_questions
@@ -101,7 +101,7 @@ def chains(drafter: str, dtype: str, asked: dict[str, list[list[int]]], length: 
     """The same by our own loop."""
     spec = selfspec.load(drafter, dtype=dtype)
     assert isinstance(spec.drafter, (Eagle3, Medusa))
-    options, result = Options(NEW, Sampling(0.0), 0, end_tokens(spec.target)), {}
+    options, result = Options(NEW, Sampling(0.0), 0, spec.target.end_tokens), {}
     on = Options(NEW + length + 1, Sampling(0.0), 0, frozenset())  # beyond the end of the answer
     for group, rows in asked.items():
         tokens, drafts, counts = [], 0, []

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.options import integer
 from selfspec.core.pass_cache import KV
 from selfspec.core.passes import Part, tree_pass
 from selfspec.core.quantized import in_8_bits
@@ -18,6 +17,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import pack
 from selfspec.drafters.parts.views import Block, Tail, check_width
+from selfspec.utils.checks import integer
 
 
 def check_layers(layers: object, name: str = "layers") -> None:
