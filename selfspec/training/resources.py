@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import resource
+import sys
 import time
 from contextlib import suppress
 from statistics import median
@@ -113,7 +114,8 @@ def peak_memory_mb(device: torch.device) -> float:
     """The most memory that this process has held."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, kilobytes elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def crowd() -> str | None:
@@ -121,7 +123,7 @@ def crowd() -> str | None:
     and threads that wait for each other spin."""
     if not crowded():
         return None
-    processors, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    processors, load = os.cpu_count() or 1, os.getloadavg()[0]
     threads = torch.get_num_threads()
     many = f", {threads} of them for this run; where several programs run at once, start each with OMP_NUM_THREADS=1"
     busy = f"{load:.0f} threads compete for {processors} processors"

@@ -65,10 +65,9 @@ def private_memory(size: int) -> mmap.mmap:
 
 
 def crowded() -> bool:
-    """Whether in the last minute half as many threads again wanted to run as there are processors: this program alone
-    runs one on each."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= 1.5 * count
+    """Whether in the last minute half as many threads again wanted to run as the machine has processors: the load is
+    that of all, also where this program may use a few."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= 1.5 * (os.cpu_count() or 1)
 
 
 def default_device() -> str:
