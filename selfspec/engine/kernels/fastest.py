@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import mmap
-import os
 import statistics
 import sys
 import threading
@@ -27,7 +26,7 @@ from torch.nn import functional as F
 
 from selfspec.engine.kernels.native import binding, has_avx512, has_tiles, in_place, served
 from selfspec.utils.files import Figures, cache_folder, code_hash, private_folder, read_json, write_text
-from selfspec.utils.machine import private_memory, processor
+from selfspec.utils.machine import crowded, private_memory, processor
 
 ROWS = (1, 8, 16, 32)  # row counts at which kernels are measured
 VECTOR, STEP = 16, 32  # outputs of a vector, and inputs at a time; see packed.cpp
@@ -156,7 +155,7 @@ def choose(outputs: int, width: int) -> Kernel | None:
             saved = read_json(path).items()
             _choices.update({shape: of for shape, of in saved if isinstance(of, dict) and "kernel" in of})
         if name not in _choices:
-            if busy() and (usual := _usual(outputs, width)) is not None:
+            if crowded() and (usual := _usual(outputs, width)) is not None:
                 return usual
             if not _choices:
                 print("measuring once which kernel multiplies fastest on this machine", file=sys.stderr)
@@ -171,11 +170,6 @@ def measured() -> dict[str, Figures]:
     """What was measured of the products that this process has met, by their shape; see `measure`."""
     names = (f"{outputs}x{width}" for outputs, width in sorted(_shapes_used))
     return {name: _choices[name] for name in names if name in _choices}
-
-
-def busy() -> bool:
-    """Whether more threads wanted to run in the last minute than there are processors."""
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) + 0.5
 
 
 def _usual(outputs: int, width: int) -> Kernel | None:
