@@ -33,6 +33,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import config_class, drafter_class
+from selfspec.engine.keys import ROUNDS
 from selfspec.training.pretrain import train_tokenizer
 
 torch.set_num_threads(1)
@@ -43,7 +44,7 @@ HUMAN_EVAL = SPEC_BENCH.parents[1] / "human_eval" / "HumanEval.jsonl.gz"
 
 
 # Of compiled passes; older torch leaves out roundings, and compiles by inductor alone
-TORCH_ROUNDS = pytest.mark.skipif(torch.__version__ < "2.13", reason=f"torch {torch.__version__} is older than 2.13")
+TORCH_ROUNDS = pytest.mark.skipif(not ROUNDS, reason=f"torch {torch.__version__} is older than 2.13")
 
 
 def write_lines(path: Path, records: list[Any]) -> str:

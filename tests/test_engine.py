@@ -504,13 +504,13 @@ def test_without_a_compiler_the_package_to_install_is_named(monkeypatch, request
     assert engine_for("auto", torch.device("cpu")).name == "eager"
     assert "passes run eagerly: engine=compiled needs a C++ compiler" in capsys.readouterr().err
     # Nothing else asks torch for vectors or tiles, which would end a pass on a GPU, or loading, with its error
-    monkeypatch.setattr(inductor_config.cpp, "vec_isa_ok", None)
     monkeypatch.setattr(native, "has_avx512", lambda: True)
     monkeypatch.setattr(native, "_kernel_path", lambda source: Path("none"))
     for name in ("_is_amx_tile_supported", "_init_amx"):
         monkeypatch.setattr(torch.cpu, name, lambda: True)
     assert not native.has_tiles.__wrapped__()
-    native.trust_known_vectors.__wrapped__()
+    with inductor_config.patch({"cpp.vec_isa_ok": None}):
+        native.trust_known_vectors.__wrapped__()
 
 
 def test_auto_compiles_unless_the_environment_says_otherwise(monkeypatch):

@@ -141,8 +141,8 @@ class Target:
     @property
     def exactness(self) -> str:
         """What holds of speculative output in this dtype and engine, as a line for users."""
-        waits = self.engine.waited > 0 and not self.engine.made and not self.engine.varying and not self.recurrent
-        waits = waits and ROUNDS
+        engine = self.engine
+        waits = ROUNDS and engine.waited > 0 and not (engine.made or engine.varying or self.recurrent)
         return exactness(f"{self.dtype_name}, {self.engine.name} engine", self.exact, waits)
 
     @property
