@@ -82,8 +82,8 @@ def questions() -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": parse_json(line)["turns"][0]}] for line in lines]
 
 
-def loaded(drafter: str, sizes: Sizes, dtype: str = "auto", target: str | None = None) -> Spec:
-    return selfspec.load(drafter, target or sizes.target, dtype, sizes.device, sizes.engine)
+def loaded(drafter: str, sizes: Sizes, dtype: str = "auto", width: int | None = None) -> Spec:
+    return selfspec.load(drafter, sizes.target, dtype, sizes.device, sizes.engine, width=width)
 
 
 def speeds(sizes: Sizes) -> Iterator[Piece]:
@@ -168,7 +168,7 @@ def exactness(sizes: Sizes) -> Iterator[Piece]:
     def row(way: str, temperature: float) -> list[Row]:
         library = "cublaslt" if "cuBLASLt" in way else "default"
         with products(library, "whole sums" in way) if sizes.device == "cuda" else nullcontext():
-            spec = loaded(sizes.drafters[0], sizes, way.partition(",")[0])
+            spec = loaded(sizes.drafters[0], sizes, way.partition(",")[0], 16 if "width" in way else None)
             same, exact, rates = 0, "", list[float]()
             for seed, asked in zip(range(sizes.texts // 2), itertools.cycle(questions()), strict=False):
                 text = f"{asked[0]['content']} Answer in {seed + 1} sentences."
@@ -180,7 +180,7 @@ def exactness(sizes: Sizes) -> Iterator[Piece]:
                 exact, rates = result.stats.exact, [*rates, len(plain.token_ids[0]) / seconds]
         return [[way, f"{temperature:g}", f"{same} of {sizes.texts // 2}", exact, f"{statistics.median(rates):.0f}"]]
 
-    ways = ("bfloat16", "bfloat16, cuBLASLt", "bfloat16, cuBLASLt, whole sums", "float32")
+    ways = ("bfloat16", "bfloat16, width 16", "bfloat16, cuBLASLt", "bfloat16, cuBLASLt, whole sums", "float32")
     for temperature, way in itertools.product((0.0, 1.0), ways):
         yield f"{way} {temperature:g}", partial(row, way, temperature)
 

@@ -221,9 +221,11 @@ class Spec:
         """Who drafts, with how many nodes at most; with "auto", what it expects of the call."""
         nodes = asked.nodes
         if not isinstance(nodes, str):
-            return self.drafter, NODES if nodes is None else nodes, None
+            return self.drafter, self.target.width or NODES if nodes is None else nodes, None
         if nodes != "auto":
             raise ValueError(f"nodes={nodes!r} must be a number or 'auto'")
+        if (width := self.target.width) is not None:
+            raise ValueError(f"nodes='auto' sizes passes, which width={width} fixes; leave nodes out")
         return self._learned.budget(self.drafter, rows, asked.temperature > 0, asked.max_new_tokens)
 
     def _text_pieces(self, steps: Iterator[Added], stats: Stats) -> Generator[str]:
@@ -260,6 +262,7 @@ def load(
     engine: str = "auto",
     revision: str | None = None,
     trust_code: bool = False,
+    width: int | None = None,
     **loading: Any,
 ) -> Spec:
     """Load a drafter and its target for inference.
@@ -272,7 +275,9 @@ def load(
     engine: eager, or compiled, which compiles every shape of a pass on first use and keeps the code for later processes
     (auto: compiled where a compiler is found; on CPUs passes first run eagerly, and a thread compiles once they have
     taken 20 s); revision: of a drafter on the hub, else of the target there; trust_code: whether a checkpoint may
-    name a drafter class of another package, which is then imported; `loading` goes to transformers' from_pretrained
+    name a drafter class of another package, which is then imported; width: nodes of every pass, plain ones included,
+    which makes 16-bit dtypes exact on library kernels too (docs/exactness.md; None: as many as are drafted); `loading`
+    goes to transformers' from_pretrained
     (device_map, attn_implementation, ...).
 
     Raises FileNotFoundError and ValueError, naming what is wrong.
@@ -293,4 +298,7 @@ def load(
         raise ValueError(
             f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or several of these joined by +"
         )
-    return Spec(*load_pair(str(drafter), target, dtype, device, engine, revision, trust_code, **loading))
+    spec = Spec(*load_pair(str(drafter), target, dtype, device, engine, revision, trust_code, **loading))
+    if width is not None:
+        spec.target.use_width(width)
+    return spec

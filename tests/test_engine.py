@@ -365,6 +365,18 @@ def test_a_failure_without_a_text_is_told(monkeypatch):
     assert list(engine.failed.values()) == ["AssertionError: AssertionError()"]
 
 
+def test_a_torch_whose_inductor_has_other_names_compiles_nothing(monkeypatch, tmp_path, capsys):
+    for name in ("lowering", "graph_pass"):
+        monkeypatch.setitem(sys.modules, f"selfspec.engine.kernels.{name}", None)
+        monkeypatch.delattr(selfspec.engine.kernels, name, raising=False)
+    fit._machine.cache_clear()
+    engine = Engine("inductor", tmp_path)
+    assert engine.run(_twice, torch.ones(1)).tolist() == [2.0]
+    assert [reason.partition(":")[0] for reason in engine.failed.values()] == ["ModuleNotFoundError"]
+    assert not engine.row_invariant("_twice")
+    assert "compiled code is not kept" in capsys.readouterr().err
+
+
 def test_code_of_another_torch_has_another_name(tmp_path, monkeypatch):
     fit._machine.cache_clear()
     Engine("inductor", tmp_path, quiet=True).run(_twice, torch.ones(1))

@@ -116,10 +116,12 @@ class OneTarget(Loaded):
 @dataclass
 class Measurement(OneTarget):
     """drafter: an embedded name, a run folder, a hub id, or several joined by +, which share one tree; target: null
-    takes the one that the drafter was trained for."""
+    takes the one that the drafter was trained for; width: nodes of every pass, plain ones included, so that 16-bit
+    dtypes are exact on library kernels too (null: as many as are drafted)."""
 
     drafter: str = MISSING
     target: str | None = None  # type: ignore[assignment]
+    width: int | None = None
 
 
 @dataclass

@@ -77,7 +77,7 @@ def asked(
 def _loaded(run: Measurement, config: DictConfig) -> Spec:
     """The drafter on its target. What is kept of a run names the engine that it had."""
     engine = chosen(run.engine, device_type(run.device))  # auto would change over while it is measured
-    spec = load(run.drafter, run.target, run.dtype, run.device, engine, trust_code=run.trust_code)
+    spec = load(run.drafter, run.target, run.dtype, run.device, engine, trust_code=run.trust_code, width=run.width)
     config.engine = spec.target.engine.name
     return spec
 

@@ -53,12 +53,13 @@ class KVCache:
         engine: Engine,
         device: torch.device,
         states: dict[int, LayerState] | None = None,
+        fixed: bool = False,
     ) -> None:
         """like: keys and values [1, heads, 1, D] of one token in each layer, None where a layer keeps none; limit: the
         most entries that any row will need; device: of the tokens; states: the initial state of one row, by recurrent
-        layer."""
+        layer; fixed: whether every pass runs all rows over all entries, rows that ended too."""
         self.like, self.engine, self.limit, self.device = like, engine, limit, device
-        self.lengths = [0] * rows
+        self.lengths, self.fixed = [0] * rows, fixed
         self.idle = engine.size(rows) - rows
         self.store_rows = engine.size(rows)  # rows of the stores
         self.smallest = SMALLEST if engine.eager else COMPILED
@@ -92,7 +93,8 @@ class KVCache:
         need = max(self.lengths) + nodes + (1 if self.states else 0)  # see `tree_pass`
         if need > self.capacity:
             self._grow(bucket(need, self.smallest))
-        filled = min(self.capacity, -(-need // STEP) * STEP) if self.engine.eager else self.capacity
+        grows = self.engine.eager and not self.fixed
+        filled = min(self.capacity, -(-need // STEP) * STEP) if grows else self.capacity
         if (start, stop, filled) not in self._views:
             self._allocate(start, stop)
             self._views[start, stop, filled] = self._buffers(start, stop, filled)
@@ -208,7 +210,7 @@ class KVCache:
 
     def select(self, left: list[int]) -> None:
         """Keep these rows of the batch, in this order. Entries that were not committed are lost."""
-        size = self.engine.size(len(left))
+        size = self.rows if self.fixed else self.engine.size(len(left))
         self._move({to: row for to, row in enumerate(left) if to != row})  # buffers are the first rows of the stores
         index = torch.tensor(left + left[:1] * (size - len(left)))
         self.states = {layer: [stages[0].rows(index)] for layer, stages in self.states.items()}

@@ -87,7 +87,7 @@ class ChainTarget(Target):
         self._reading: dict[tuple[int, ...], nn.Module] = {}  # views, by the layers that their hooks read
         self._aside = threading.local()
         self._positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.width = self.hidden_size  # of what its decoder gives, as the probe finds it
+        self.state_size = self.hidden_size  # of what its decoder gives, as the probe finds it
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -116,6 +116,11 @@ class ChainTarget(Target):
                 "limits compares both engines and does not serve it)"
             )
 
+    def use_width(self, width: int | None) -> None:
+        """Raises ValueError for any width."""
+        if width is not None:
+            raise ValueError(f"width={width}: {self.why}, so its passes run chains of any length; leave width out")
+
     def check_drafter(self, drafter: object) -> None:
         """Raises ValueError for one whose trees must run as they are."""
         drafter = getattr(drafter, "drafter", drafter)  # `Auto` holds another
@@ -123,9 +128,9 @@ class ChainTarget(Target):
             raise ValueError(f"{type(drafter).__name__} needs its whole tree to run, but {self.why}")
         reading = [*getattr(drafter, "members", {}).values(), drafter]
         trained = any(isinstance(one, nn.Module) and any(True for _ in one.parameters()) for one in reading)
-        if trained and self.width != self.hidden_size:
+        if trained and self.state_size != self.hidden_size:
             raise ValueError(
-                f"the decoder of {type(self.model).__name__} gives states of {self.width} numbers, not of "
+                f"the decoder of {type(self.model).__name__} gives states of {self.state_size} numbers, not of "
                 f"{self.hidden_size}; trained drafters can not read them: take prompt_lookup"
             )
 

@@ -21,8 +21,9 @@ from selfspec.core.stats import Span, Stats, elapsed, moment
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import Kept
+from selfspec.core.width import same_bits
 from selfspec.utils.checks import integer
-from selfspec.utils.exactness import LOSSY
+from selfspec.utils.exactness import EXACT, LOSSY
 
 R = TypeVar("R")
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
@@ -89,6 +90,8 @@ def speculative_steps(
         target.check_drafter(drafter)
     if not 1 <= integer("nodes", nodes) <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
+    if target.width is not None and drafter is not None and nodes > target.width:
+        raise ValueError(f"nodes={nodes}: every pass runs width={target.width} nodes; give fewer, or a larger width")
     return _steps(target, prompts, options, drafter if nodes > 1 else None, nodes, result)
 
 
@@ -103,11 +106,12 @@ def _steps(
 ) -> Iterator[Added]:
     """The one loop. drafter: None for plain decoding, in which every tree is a root."""
     stats, device = result.stats, target.device
-    compiled, waits, below = target.compiled, [target.engine.waits(name) for name in _PASSES], 0
+    compiled, waits, below = target.compiled, [target.engine.waits(name) for name in _PASSES], False
     begun, spans = moment(device), list[Span]()  # of the last pass; booked on a GPU after the next walk is read
     rows = Rows(target, prompts, options, result.records, result.stopped)
     session = None if drafter is None else drafter.session(target, len(prompts))
     reads, cache = () if drafter is None else drafter.reads, rows.cache
+    alike = target.width is not None and same_bits(target, len(prompts), cache.capacity)
     rejected: Tensor | int = 0  # drafted tokens before the first accepted one
     try:
         rows.prefill(session, reads)
@@ -117,7 +121,8 @@ def _steps(
         tree = chain(roots[:, None])
         while rows.alive:
             tree = _tree(session, rows, roots, tree, nodes)
-            below = max(below, tree.start)
+            below = below or tree.start > 0
+            alike = alike and tree.start == 0 and tree.through is None
             drafted = start if session is None else moment(device)
             noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
             out = (tree.through or target).forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
@@ -147,7 +152,7 @@ def _steps(
             start = moment(device)
     finally:
         cache.close()
-        stats.exact = LOSSY if options.relaxed else _exact(target, below > 0, waits)
+        stats.exact = LOSSY if options.relaxed else _exact(target, below, waits, alike)
         stats.compiled += target.compiled - compiled
         with suppress(RuntimeError):  # of a GPU that failed, which another error tells
             stats.book(spans)
@@ -155,11 +160,13 @@ def _steps(
         _warn_of_none(drafter, stats)
 
 
-def _exact(target: Target, below: bool, waits: list[float]) -> str:
+def _exact(target: Target, below: bool, waits: list[float], alike: bool) -> str:
     """How exact a call was. below: whether drafts ran the target's first layers, which are then a part of its passes;
-    waits: of `_PASSES`, before the call."""
+    waits: of `_PASSES`, before the call; alike: whether passes of one width gave tokens the same bits."""
     ran = _PASSES if below else _PASSES[:1]
     alone = any(target.engine.waits(name) > before for name, before in zip(ran, waits, strict=False))
+    if alike and not alone:
+        return EXACT
     same = not below or target.engine.row_invariant(_PASSES[1])
     return target.exact if same and not alone else target.exact_between
 

@@ -13,6 +13,7 @@ from selfspec.core.pass_cache import KV, PassCache, pass_cache
 from selfspec.core.recurrent.mixers import LayerState
 from selfspec.core.tree import DraftTree, ancestors
 from selfspec.core.verify import WalkNoise, walk
+from selfspec.core.width import Paths
 
 _LONG = 32  # longer chains get a triangular mask without products
 
@@ -63,7 +64,8 @@ def read_output(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: di
 class Part(NamedTuple):
     """Some layers of a target, as passes run them. module: the view, or its decoder where no logits are wanted;
     windows: by layer type; last: the largest position; dtype: of masks; cache_name: of its
-    argument; takes_positions: False where no layer has any, as in purely recurrent models."""
+    argument; takes_positions: False where no layer has any, as in purely recurrent models; width: of passes that attend
+    by paths (see `selfspec.core.width`), 0 where none does."""
 
     module: nn.Module
     windows: dict[str, int | None]
@@ -71,6 +73,7 @@ class Part(NamedTuple):
     dtype: torch.dtype
     cache_name: str
     takes_positions: bool
+    width: int = 0
 
     def masks(self, of_windows: list[Tensor]) -> Any:
         """As the module takes masks, one for each of the windows."""
@@ -138,11 +141,14 @@ def tree_pass(
     entries = start + torch.arange(ran, ran + padded.shape[1], device=tokens.device)
     cache = pass_cache(kv, entries, hidden, None if parents is None else seen[:, ran:])
     mask = part.masks(masks)
+    by_paths = part.width == nodes and not ran
+    paths = {"tree_paths": Paths.of(below, depth, kv.lengths, kv.size)} if by_paths else {}
     out = part.module(
         input_ids=padded,
         attention_mask=mask if kv.size else None,  # no layer attends
         use_cache=True,
         **part.arguments((start + depth).clamp(max=part.last), cache),
+        **paths,
     )
     if kv.states:
         cache.leave(kv.states, ran + nodes)

@@ -152,7 +152,7 @@ def _probe_chains(target: ChainTarget) -> None:
     for width in (6, 4, 1, 3):
         target.run([2] * width, at, state)  # gone back from
         outputs, state = target.run(text[at : at + width], at, state)
-        target.width = outputs[-1].shape[-1]
+        target.state_size = outputs[-1].shape[-1]
         parts = [deviation(a, b) for a, b in zip(outputs[-2], whole[0, at : at + width], strict=True)]
         at += width
         if not sorted(parts)[width // 2] < tolerance(target.dtype, True):

@@ -43,7 +43,7 @@ class Rows:
         self.tokens = [list(prompt) for prompt in prompts]
         limit = target.max_positions or 2**62
         self.left = [min(options.max_new_tokens, limit - len(prompt)) for prompt in prompts]
-        longest = max(len(p) + n for p, n in zip(prompts, self.left, strict=True))
+        longest = max(len(p) + n for p, n in zip(prompts, self.left, strict=True)) + (target.width or 0)
         self.cache = target.cache(len(prompts), min(longest, max(map(len, prompts)) + 256) + 64, longest)
         self.warpers = options.sampling.warpers() if options.processors is None else options.processors
         self.rules = PrefixRules(self.warpers, options.stops, options.pads or [()] * len(prompts), target.device)
@@ -96,7 +96,8 @@ class Rows:
             return None
         if self.noise is None:
             return WalkNoise()
-        depths = self.target.engine.size(tree.levels + 1)
+        width = None if self.target.engine.eager else self.target.width  # one compiled function for all trees
+        depths = width or self.target.engine.size(tree.levels + 1)
         values = self.noise.ahead([n + 1 for n in self.cache.lengths], depths, self.positions)
         return WalkNoise(values.contiguous(), self.temperature)
 

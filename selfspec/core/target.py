@@ -21,10 +21,12 @@ from selfspec.core.quantized import Int8Linear
 from selfspec.core.recurrent.mixers import LayerState, mixers, over_trees
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
+from selfspec.core.width import attend_by_paths, refusal
 from selfspec.engine.choose import engine_for
 from selfspec.engine.engine import Engine
 from selfspec.engine.kernels.weights import forget_changed
 from selfspec.engine.keys import ROUNDS, float32_products
+from selfspec.utils.checks import integer
 from selfspec.utils.exactness import EXACT, ROUNDED, TESTED, exactness
 
 
@@ -68,6 +70,8 @@ class Target:
         self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[Part, Part]] = {}
         self.changes = Changes(model)
         self.int8 = self.changes.int8  # whether some of its linear maps multiply in 8 bits
+        self.width: int | None = None  # nodes of every pass; see `use_width`
+        self.tried: dict[tuple[int, ...], bool] = {}  # of calls of one width, see `width.same_bits`
         self.rebuilt = 0  # how often parts were built anew; other views of the model follow by it
         self._returns, self.engine = returns, engine or Engine()
         self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
@@ -143,7 +147,8 @@ class Target:
         """What holds of speculative output in this dtype and engine, as a line for users."""
         engine = self.engine
         waits = ROUNDS and engine.waited > 0 and not (engine.made or engine.varying or self.recurrent)
-        return exactness(f"{self.dtype_name}, {self.engine.name} engine", self.exact, waits)
+        exact = EXACT if self.tried and all(self.tried.values()) else self.exact
+        return exactness(f"{self.dtype_name}, {self.engine.name} engine", exact, waits)
 
     @property
     def compiled(self) -> int:
@@ -153,6 +158,19 @@ class Target:
     def use_engine(self, name: str) -> None:
         """Run passes by the engine of this name from now on; see `engine_for` for the errors."""
         self.engine = engine_for(name, self.device)
+
+    def use_width(self, width: int | None) -> None:
+        """Run `width` nodes in every pass from now on, so that a token has the same bits in each of them (see
+        `selfspec.core.width`). Raises ValueError for a width that is not from 2 to 256, and for a target that can not.
+        """
+        if width is not None and not 2 <= integer("width", width) <= 256:
+            raise ValueError(f"width={width} must lie between 2 and 256: nodes of every pass")
+        if width is not None and (why := refusal(self)):
+            raise ValueError(f"width={width}: {self.name!r} {why}; leave width out")
+        self.width, self.tried = width, {}
+        self.forget()
+        self._parts = {}
+        self.rebuilt += 1
 
     def check_drafter(self, drafter: object) -> None:
         """Raises ValueError for a drafter that can not draft for this target."""
@@ -165,7 +183,8 @@ class Target:
         """An empty cache for `capacity` entries a row; its first pass raises MemoryError where `limit` entries would
         not fit."""
         like, states = self._one_token()
-        return KVCache(like, rows, capacity, limit, self.engine, self.device, states)
+        fixed = self.width is not None
+        return KVCache(like, rows, limit if fixed else capacity, limit, self.engine, self.device, states, fixed)
 
     @torch.no_grad()
     def _one_token(self) -> tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]]:
@@ -189,6 +208,8 @@ class Target:
         if name not in parts:
             model = support.view(self.model)
             model.config.return_dict = True
+            if self.width is not None:
+                attend_by_paths(model)
             layers = support.layer_stack(model)
             if self.recurrent:
                 over_trees(model)
@@ -206,7 +227,8 @@ class Target:
     def _taken_as(self, module: nn.Module) -> Part:
         takes = "position_ids" in inspect.signature(module.forward).parameters
         longest = (self.max_positions or 2**62) - 1
-        return Part(module, self.windows, longest, self.dtype, support.cache_name(module), takes)
+        width = self.width or 0
+        return Part(module, self.windows, longest, self.dtype, support.cache_name(module), takes, width)
 
     def forward(
         self,
@@ -233,7 +255,7 @@ class Target:
                 f"layers={layers} must satisfy 0 <= start < stop <= {self.n_layers}, hidden goes with start"
             )
         rows, idle, nodes = len(cache.lengths), cache.idle, tree.tokens.shape[1]
-        tokens, parents = sized(tree, idle, nodes if prompt else self.engine.size(nodes))
+        tokens, parents = sized(tree, idle, nodes if prompt else self.width or self.engine.size(nodes))
         kv = cache.view(start, stop, tokens.shape[1])
         if hidden is not None and hidden.shape[:2] != tokens.shape:
             hidden = nn.functional.pad(hidden, (0, 0, 0, tokens.shape[1] - nodes, 0, idle))

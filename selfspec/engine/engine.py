@@ -205,13 +205,14 @@ class Engine:
 
     def _compile(self, function: Callable[..., Any], args: tuple[Any, ...], what: str) -> Any:
         """The compiled function; None where torch can not compile it."""
-        from selfspec.engine.kernels import graph_pass  # slow to import
-
-        code: Any = None
+        code, options = None, dict[str, Any]()
         for modules in ([*modules_in(args)], []):  # layers that change what they hold can not be nested
-            options = graph_pass.options() if self.backend == "inductor" else {}
             with compiled_once(modules) as nested:
                 try:
+                    if self.backend == "inductor":
+                        from selfspec.engine.kernels import graph_pass  # slow to import
+
+                        options = graph_pass.options()
                     code = self._code(function, args, options)
                     break
                 except Exception as error:  # torch raises many kinds, and the function itself is still right
@@ -257,7 +258,7 @@ class Engine:
             return None
         try:
             return self.folder / f"{file_name(function, args, str(self.backend))}.bin"
-        except TypeError as error:
+        except (TypeError, ImportError) as error:  # ImportError: of a torch whose inductor has other names
             print(f"compiled code is not kept: {error}", file=sys.stderr)
             return None
 

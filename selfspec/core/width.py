@@ -1,0 +1,157 @@
+"""Passes of one width: how library kernels give a token the same bits in every pass of a call.
+
+Products and attention of a library may round a row otherwise where more rows stand beside it, or where a key stands in
+another slot. With a width every pass of a call, plain ones included, runs the same number of nodes over the same number
+of cache entries; spare nodes fill it. And attention adds a node's keys in the order of their positions: those of its
+last positions are gathered along its path, whatever slots they stand in. Whether a token then has the same bits is
+tried with random trees (`same_bits`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from selfspec.core.tree import DraftTree, chain, trusted
+
+if TYPE_CHECKING:
+    from selfspec.core.target import Target
+
+_NAME = "selfspec_by_paths"
+_TEXTS, _DEPTH = 3, 5  # random texts that are tried, and the length of each one's path
+
+
+class Paths(NamedTuple):
+    """Where each node's last W positions stand, its own the last, in a pass of W nodes. slots: int64 [B, N, W], entries
+    of the cache; hidden: bool [B, 1, N, W], those before position 0; front: bool [B, 1, N, S], entries that are not
+    before these positions."""
+
+    slots: Tensor
+    hidden: Tensor
+    front: Tensor
+
+    @classmethod
+    def of(cls, below: Tensor, depth: Tensor, lengths: Tensor, size: int) -> Paths:
+        """below: bool [B, N, N], see `tree.ancestors`; depth: int64 [B, N]; lengths: int64 [B], kept entries, which
+        stand at their positions; size: entries of the cache."""
+        rows, nodes = depth.shape
+        each, start = torch.arange(nodes, device=depth.device), lengths[:, None, None]
+        place = torch.where(below, depth[:, None], nodes)  # of each node's ancestors, by depth
+        spare = torch.zeros(rows, nodes, nodes + 1, dtype=torch.long, device=depth.device)
+        above = spare.scatter(2, place, each.expand(rows, nodes, -1))
+        at = start + depth[:, :, None] - (nodes - 1) + each  # [B, N, W], positions
+        drafted = start + above.gather(2, (at - start).clamp(0, nodes - 1))
+        slots = torch.where(at < start, at.clamp(min=0), drafted)
+        front = torch.arange(size, device=depth.device) >= at[:, :, :1]
+        return cls(slots, (at < 0)[:, None], front[:, None])
+
+
+def by_paths(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    tree_paths: Paths | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' modules call it: query [B, heads, N, D], key and value [B, groups, S, D], an additive
+    mask [B, 1, N, S]. Without `tree_paths` it is sdpa."""
+    if tree_paths is None or attention_mask is None or more.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
+    (rows, heads, nodes, width), (groups, size) = query.shape, key.shape[1:3]
+    slots, hidden, front = (part.to(query.device) for part in tree_paths)
+    lowest = torch.finfo(attention_mask.dtype).min
+    near = attention_mask.expand(rows, -1, -1, -1).gather(3, slots[:, None]).masked_fill(hidden, lowest)
+    mask = torch.cat([attention_mask.masked_fill(front, lowest), near], 3)
+    grouped = query.reshape(rows, groups, heads // groups, nodes, width)
+    far_scores = grouped.flatten(2, 3) @ key.transpose(2, 3)  # [B, G, heads of a group * N, S]
+    along = slots.flatten(1)[:, None, :, None]
+    keys, values = (
+        part.gather(2, along.expand(-1, groups, -1, part.shape[3])).unflatten(2, (nodes, -1)) for part in (key, value)
+    )
+    near_scores = grouped.transpose(2, 3) @ keys.transpose(3, 4)  # [B, G, N, heads of a group, W]
+    scores = torch.cat([far_scores.unflatten(2, (-1, nodes)), near_scores.transpose(2, 3)], 4)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores * (width**-0.5 if scaling is None else scaling) + mask[:, :, None]
+    weights = scores.softmax(-1).to(value.dtype)
+    out = (weights[..., :size].flatten(2, 3) @ value).unflatten(2, (-1, nodes))
+    out = out + (weights[..., size:].transpose(2, 3) @ values).transpose(2, 3)
+    return out.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+def refusal(target: Target) -> str:
+    """Why passes of one width do not give a target's tokens the same bits; empty where they may."""
+    model = target.model
+    if target.recurrent:
+        return "has layers that keep a state, which is replayed over other numbers of tokens"
+    if any(name.endswith("experts") for name, _ in model.named_modules()):
+        return "picks experts, each of which has another number of rows in every pass"
+    if (attention := model.config.get_text_config()._attn_implementation) != "sdpa":
+        return f"attends by {attention!r}, not by sdpa"
+    takes = [inspect.signature(part.forward).parameters.values() for part in (model, target.decoder)]
+    if not all(any(one.kind is one.VAR_KEYWORD for one in parameters) for parameters in takes):
+        return "takes no keywords for its attention"
+    return ""
+
+
+def attend_by_paths(model: PreTrainedModel) -> None:
+    """A view of a model attends by paths from now on, where a pass hands them over."""
+    AttentionInterface.register(_NAME, by_paths)
+    for part in model.modules():
+        if isinstance(config := getattr(part, "config", None), PreTrainedConfig):
+            config._attn_implementation = _NAME
+
+
+@torch.no_grad()
+def same_bits(target: Target, rows: int, capacity: int) -> bool:
+    """Whether random tokens have the same logits, bit for bit, on a path through a random tree and in passes over one
+    token after the other, in calls of so many rows and cache entries. Tried once for each."""
+
+    def known() -> tuple[int, ...]:  # passes that are compiled later have other bits
+        compiled = sum(what.startswith("tree_pass_alone") for what, _, _ in target.engine.made)
+        return rows, capacity, torch.get_num_threads(), compiled
+
+    if known() not in target.tried:
+        alike = all(_alike(target, rows, capacity, text) for text in range(_TEXTS))
+        target.tried[known()] = alike
+    return target.tried[known()]
+
+
+def _alike(target: Target, rows: int, capacity: int, number: int) -> bool:
+    width = target.width or 1
+    g = torch.Generator().manual_seed(number)
+    before = 1 + (37 * number) % max(1, capacity - width - _DEPTH)  # the path begins at other places of a group
+    tokens = torch.randint(target.vocab_size, (rows, before + width), generator=g).to(target.device)
+    path = [0, *sorted(torch.randperm(width - 1, generator=g)[:_DEPTH].add(1).tolist())] if width > 1 else [0]
+    parents = torch.zeros(width, dtype=torch.long)
+    parents[0] = -1
+    for above, node in itertools.pairwise(path):
+        parents[node] = above
+    tree = trusted(tokens[:, before:], parents.to(target.device).expand(rows, -1).contiguous())
+    wanted = _ran(target, capacity, tokens[:, :before], [tree])[0][:, path]
+    plain = [chain(tokens[:, before + node, None]) for node in path]
+    found = torch.cat(_ran(target, capacity, tokens[:, :before], plain), 1)
+    return torch.equal(found, wanted)
+
+
+def _ran(target: Target, capacity: int, prompt: Tensor, trees: list[DraftTree]) -> list[Tensor]:
+    """Logits of passes over these trees behind a prompt; the root of each is kept."""
+    rows, count = prompt.shape
+    cache = target.cache(rows, capacity, capacity)
+    target.forward(chain(prompt), cache, False, prompt=True)
+    cache.commit([[*range(count)]] * rows)
+    found = []
+    for tree in trees:
+        logits = target.forward(tree, cache).logits
+        assert logits is not None
+        found.append(logits)
+        cache.commit([[0]] * rows)
+    return found
