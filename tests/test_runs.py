@@ -603,6 +603,11 @@ def test_a_training_does_not_go_on_with_another_target(tiny_folder, source_root,
     save_file({**tensors, "model.norm.weight": 2 * tensors["model.norm.weight"]}, weights, {"format": "pt"})
     again = small("x", weights.parent, source_root, "loop.steps=4")
     refused("state.pt: the target's weights are not those of the steps before", run_training, again, tmp_path / "x")
+    save_file(tensors, weights, {"format": "pt"})
+    path = weights.with_name("config.json")  # the same weights as another model
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 0.01}))
+    message = r"the target's settings \(rms_norm_eps was the default, now 0.01\) are not those of the steps before"
+    refused(message, run_training, again, tmp_path / "x")
 
 
 def test_damage_of_the_same_size_is_noticed(tiny_folder, source_root, tmp_path, capsys):

@@ -18,6 +18,9 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter
 from selfspec.utils.files import Figures
 
+# Of a config, what changes no output; end tokens count by themselves
+_NAMES = {"transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "initializer_range"}
+_NAMES |= {f"{name}_token_id" for name in ("bos", "eos", "pad", "unk")}
 PARTS = "parts:"  # before the hash of a target whose layers were not in memory
 
 
@@ -79,6 +82,33 @@ def target_hash(target: Target) -> str:
     if target.partial:
         return PARTS + parts_hash(target)
     return target.saved_hash or weights_hash(target.model, torch.bfloat16)
+
+
+def settings_of(target: Target) -> Figures:
+    """What a target computes beside its weights, as JSON has it: the tokens that end its texts, and its config where it
+    differs from its class's defaults, so that a newer transformers gives the same."""
+    config = target.model.config.get_text_config()
+    usual: Figures = {}
+    with suppress(Exception):  # of a class that has no defaults
+        usual = type(config)().to_dict()
+    own = {name: value for name, value in config.to_dict().items() if value != usual.get(name)}
+    own = {name: value for name, value in own.items() if name not in _NAMES and not name.startswith("_")}
+    found: Figures = json.loads(json.dumps({**own, "end_tokens": sorted(target.end_tokens)}, default=str))
+    return found
+
+
+def model_hash(target: Target) -> str:
+    """SHA-256 over `target_hash` and `settings_of`: of targets that compute the same."""
+    settings = json.dumps(settings_of(target), sort_keys=True)
+    return hashlib.sha256(f"{target_hash(target)} {settings}".encode()).hexdigest()
+
+
+def changed(before: Figures, now: Figures) -> str:
+    """The settings that differ, with both values; empty where none does."""
+    names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    return "; ".join(
+        f"{name} was {before.get(name, 'the default')}, now {now.get(name, 'the default')}" for name in names
+    )
 
 
 def parts_hash(target: Target) -> str:

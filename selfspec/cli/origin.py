@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from selfspec.checkpoints.loading import members_of
-from selfspec.checkpoints.weights_hash import drafter_hash, target_hash
+from selfspec.checkpoints.weights_hash import changed, drafter_hash, settings_of, target_hash
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter
 from selfspec.utils.errors import command_line
@@ -38,7 +38,8 @@ def check_origin(
     others: what further arms are made with, by their names. Raises ValueError where `begun` is there and was measured
     with another device or target, or with another drafter or engine under the name of a measured arm; in a finished
     one, which is only shown, another device is named, and other code of selfspec in any."""
-    now = {"device": device_name(target.device), "target": f"{target.name} {target_hash(target)[:16]}"}
+    now: Figures = {"device": device_name(target.device), "target": f"{target.name} {target_hash(target)[:16]}"}
+    now["settings"] = settings_of(target)
     now |= {"code": f"selfspec {code_hash(*_MEASURED)[:12]}, " + ", ".join(f"{n} {version(n)}" for n in _BELOW)}
     now |= others or {}
     for name, drafter in drafters.items():
@@ -52,12 +53,13 @@ def check_origin(
     before = read_json(path) if begun.exists() else {}
     before.pop("engines", None)  # of an older version, all in one
     for key in (key for key in now if before.get(key, now[key]) != now[key]):
-        said = f"{begun} was measured with another {key} ({before[key]}, now {now[key]})"
+        what = changed(before[key], now[key]) if key == "settings" else f"{before[key]}, now {now[key]}"
+        said = f"{begun} was measured with another {'target' if key == 'settings' else key} ({what})"
         if key == "code":  # a change may be of what is not measured
             print(f"warning: {said}; figures of before and now may not be alike")
         elif key == "device" and begun.name == "summary.json":
             print(said)
-        elif key in ("device", "target") or _arm(key) in measured:
+        elif key in ("device", "target", "settings") or _arm(key) in measured:
             raise ValueError(f"{said}; delete the folder, or choose another name=")
     if begun.name != "summary.json":
         if begun.exists():  # an arm that was measured without a word stays without one

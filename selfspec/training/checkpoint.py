@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from selfspec.checkpoints.weights_hash import changed
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.utils.files import Figures, atomic, digest
@@ -78,8 +79,8 @@ class State:
 
 class Checkpoint:
     """`state.pt` of a run: trained parameters, buffers, optimizers, and where the run is. data: keys of the training
-    data and of the validation data; target: hash of the weights that stay, "" where all are trained; config: the
-    run's, kept beside."""
+    data and of the validation data; target: hash of the weights that stay and settings of their model, empty where all
+    are trained; config: the run's, kept beside."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Checkpoint:
         optimizers: list[torch.optim.Optimizer],
         world: int,
         data: tuple[str, str],
-        target: str,
+        target: Figures,
         config: Figures,
     ) -> None:
         self.path, self.owned, self.buffers, self.optimizers = path, owned, buffers, optimizers
@@ -109,9 +110,12 @@ class Checkpoint:
             raise ValueError(f"{self.path} is damaged ({error!r}); delete it to start over") from error
 
     def _take(self, saved_run: Figures) -> tuple[State, list[str]]:
-        if saved_run.get("target", self.target) != self.target:
+        before = saved_run.get("target") or self.target
+        before = before if isinstance(before, dict) else {**self.target, "weights": before}  # of an older version
+        if differences := changed(before, self.target):
+            what = "weights" if before.get("weights") != self.target.get("weights") else f"settings ({differences})"
             raise ValueError(
-                f"{self.path}: the target's weights are not those of the steps before; bring them back, or choose "
+                f"{self.path}: the target's {what} are not those of the steps before; bring them back, or choose "
                 "another name="
             )
         if "state" not in saved_run:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from selfspec.checkpoints.weights_hash import target_hash
+from selfspec.checkpoints.weights_hash import model_hash, target_hash
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
@@ -134,9 +134,12 @@ def distill(
         )
     identity = {name: value for name, value in asdict(config).items() if name != "folder"}
     text = " ".join(map(str, (corpus.key, *corpus.prompt_end, *corpus.begins)))
-    settings = {"settings": f"{identity} seed={seed} target={target_hash(target)}{' int8' * target.int8} text={text}"}
-    others = folder.is_dir() and any(folder.iterdir())
-    folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
+    others, place = folder.is_dir() and any(folder.iterdir()), folder
+    for model in (target_hash(target), model_hash(target)):  # earlier versions went by the weights; theirs are read
+        settings = {"settings": f"{identity} seed={seed} target={model}{' int8' * target.int8} text={text}"}
+        folder = place / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
+        if folder.is_dir():
+            break
     if others and not folder.exists() and not quiet:
         print(f"{folder.parent} holds texts of other settings, data or targets: these are written anew")
     folder.mkdir(parents=True, exist_ok=True)

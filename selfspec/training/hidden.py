@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from selfspec.checkpoints.weights_hash import target_hash
+from selfspec.checkpoints.weights_hash import model_hash
 from selfspec.core.passes import Pass
 from selfspec.core.quantized import Int8Linear, fits
 from selfspec.core.support import view
@@ -163,7 +163,7 @@ def with_few_logits(target: Target, vocabulary: Tensor) -> Target:
 
 def states_folder(target: Target, corpus: Corpus, rows: Packed, how: str) -> Path:
     """Where the hidden states of these rows lie on disk; `how` they are computed is part of its name."""
-    digest = hashlib.sha256(f"{target_hash(target)} {corpus.key} {rows.length} {rows.pad} {how}".encode())
+    digest = hashlib.sha256(f"{model_hash(target)} {corpus.key} {rows.length} {rows.pad} {how}".encode())
     for part in (rows.members, rows.ends, rows.begins):
         digest.update(part.numpy().tobytes())
     return cache_folder() / "hidden" / digest.hexdigest()[:24]

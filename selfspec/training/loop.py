@@ -60,8 +60,8 @@ class Loop:
     resumed, and gives the same weights as a run that was never interrupted. data: keys of the training data and of the
     validation data; a change is reported. `headline` names the validation figure in the progress bar. With `best`,
     higher is better, and the run ends with the weights of the validation that scored highest. target: hash of the
-    weights that stay, which a resumed run has to have. figures: of the last validation; kept: when it was saved last,
-    by the monotonic clock; postfix: what stands beside the progress bar.
+    weights that stay and settings of their model, which a resumed run has to have. figures: of the last validation;
+    kept: when it was saved last, by the monotonic clock; postfix: what stands beside the progress bar.
     """
 
     accelerator: Accelerator
@@ -76,7 +76,7 @@ class Loop:
     data: tuple[str, str]
     buffers: dict[str, Tensor] = field(default_factory=dict)
     best: bool = False
-    target: str = ""
+    target: Figures = field(default_factory=dict)
     figures: Figures = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
     kept: float = field(default_factory=lambda: time.monotonic())

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.cast import Stock
-from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
+from selfspec.checkpoints.weights_hash import model_hash, target_hash, tokenizer_hash
 from selfspec.core.chains import ChainTarget
 from selfspec.core.quantized import has_kernel, quantize
 from selfspec.core.support import view
@@ -113,7 +113,7 @@ def synthetic(config: Synthetic, target: Target, tokenizer: Tokenizer) -> tuple[
     _check_positions(config, target, _longest(config, template, _ids(config, tokenizer)))
     writer = _writer(target, config.int8)
     identity = {k: v for k, v in asdict(config).items() if k not in _BESIDE and (k not in _LATER or v)}
-    folder, settings = _place(config, target, tokenizer, template, f"{identity} target={target_hash(target)}", writer)
+    folder, settings = _place(config, target, tokenizer, template, str(identity), writer)
     folder.mkdir(parents=True, exist_ok=True)
     chunks = range(0, config.conversations, _CHUNK)
     file_of = {first: folder / f"{first:06d}.safetensors" for first in chunks}
@@ -157,11 +157,12 @@ def _place(
     config: Synthetic, target: Target, tokenizer: Tokenizer, template: Template, what: str, writer: Target
 ) -> tuple[Path, dict[str, str]]:
     """The folder of these conversations, and the settings that its files carry. The template counts by its source:
-    what it renders may hold the date. Earlier versions went by that, and what they wrote is read."""
+    what it renders may hold the date. Earlier versions went by that, and by the target's weights alone; what they wrote
+    is read."""
     source = f"{tokenizer.chat_template} {sorted(config.chat_template_kwargs.items())}"
-    for form in (asdict(template), source):
+    for model, form in product((target_hash(target), model_hash(target)), (asdict(template), source)):
         read_by = f"{form} {tokenizer_hash(tokenizer)} {sorted(target.end_tokens)}"
-        settings = {"settings": f"{what} {writer.dtype_name} {read_by}"}
+        settings = {"settings": f"{what} target={model} {writer.dtype_name} {read_by}"}
         name = hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]
         folder = Path(config.folder or cache_folder() / "synthetic") / name
         if folder.is_dir():

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
-from selfspec.checkpoints.weights_hash import target_hash, weights_hash
+from selfspec.checkpoints.weights_hash import settings_of, target_hash, weights_hash
 from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.packing import Packed
@@ -225,7 +225,7 @@ def _fitted(
         (texts.key, run.validation.key + ("" if loop.seed == 0 else " rows 0")),  # older versions drew rows by the seed
         drafter.saved_buffers(),
         best=True,
-        target=target_hash(target),
+        target={"weights": target_hash(target), **settings_of(target)},
     ).fit()
     shard.say([] if server is None else [server.summary])
     return figures
