@@ -146,7 +146,8 @@ class Spec:
         Raises ValueError for a drafter that has nothing to upload: several joined, or one that trains nothing.
         """
         if not isinstance(self.drafter, Trained):
-            raise ValueError(f"{self.drafter.kind} has no checkpoint of its own to upload; load one trained drafter")
+            name = "+".join(self.drafter.sources)
+            raise ValueError(f"{name} has no checkpoint of its own to upload; load one trained drafter alone")
         places = [results] if isinstance(results, (str, Path)) else results
         with tempfile.TemporaryDirectory() as scratch:
             folder = self.source or Path(scratch) / "drafter"

@@ -92,6 +92,7 @@ def returned(
 ) -> SpeculativeOutput | Tensor:
     """What generate returns: prompts and new tokens, padded behind as transformers pads them."""
     eos, new, records = config.eos_token_id, result.token_ids, result.records
+    eos = eos.tolist() if isinstance(eos, Tensor) else eos
     first = eos[0] if isinstance(eos, list) and eos else eos  # what it pads with where there is no pad token
     pad = config.pad_token_id if config.pad_token_id is not None else (first or 0)
     longest = max(map(len, new))
@@ -259,6 +260,8 @@ def from_config(config: GenerationConfig, own: GenerationConfig | None) -> dict[
     theirs = {} if own is None else {key: value for key, value in own.to_diff_dict().items() if key in taken}
     both = {key: value for key, value in {**theirs, **given}.items() if value is not None}
     found = {ours: both.pop(key) for key, ours in _SERVED.items() if key in both}
+    if config.do_sample and config.temperature == 0:
+        raise ValueError("generation_config: do_sample=True and temperature=0 contradict each other; give one")
     sampling = sampling_of(config, own)
     found |= {name: value for name in _DRAWN if (value := getattr(sampling, name)) is not None}
     for key, value in sorted(both.items()):

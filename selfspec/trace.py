@@ -75,7 +75,9 @@ class Trace:
         return "".join(json.dumps(line) + "\n" for line in (self.header, *self.passes))
 
     def write(self, path: str | Path) -> None:
-        """Write a file of this trace alone."""
+        """Write a file of this trace alone. Raises ValueError where there is no folder for it."""
+        if not Path(path).parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {Path(path).parent}; make it")
         write_text(Path(path), self.lines())
 
     def tokens(self, row: int = 0) -> list[Token]:

@@ -13,7 +13,7 @@ from selfspec.data.chat import Chat
 from selfspec.data.corpus import EVALUATION, VALIDATION, Document, PythonSource, TextFolder
 from selfspec.data.cut_prompts import cut_prompts
 from selfspec.data.documents import _digest
-from selfspec.data.packing import Packed
+from selfspec.data.packing import Packed, openings
 from selfspec.data.records import Hub, JsonLines, Parquet, files_of
 from selfspec.data.store import beginning, stored, tokenize
 from selfspec.training.distill import _Source
@@ -271,13 +271,24 @@ def test_broken_records_are_counted_and_limited(tokenizer, tmp_path, capsys):
 
 
 def test_tokens_are_those_of_the_whole_text(tokenizer):
-    """Encoded part by part, a text may have other tokens than where it is written in one go."""
-    document = Document("d", (("x = pri", False), ("nt(1)", True)))
-    corpus = tokenize([document], tokenizer)
-    assert corpus.tokens.tolist() == tokenizer(document.text, add_special_tokens=False)["input_ids"]
-    said = tokenizer.decode(corpus.tokens[corpus.mask])
-    assert said in document.text[6:]
-    assert document.text.endswith(said)
+    """Encoded part by part, a text may have other tokens than where it is written in one go; an answer begins behind
+    its prompt's last token all the same, as in decoding, and a prompt loses nothing to it."""
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    for spans, pieces in {
+        (("x = ", False), ("(1)", True), ("\n\n", False)): ("x = (1)\n\n",),
+        (("x = pri", False), ("nt(1)", True)): ("x = pri", "nt(1)"),
+        (("retu", False), ("rn x", True), ("\n\npri", False), ("nt(1)", True)): ("retu", "rn x\n\npri", "nt(1)"),
+    }.items():
+        document = Document("d", spans)
+        corpus = tokenize([document], tokenizer)
+        assert corpus.tokens.tolist() == [token for piece in pieces for token in ids(piece)]
+        assert len(pieces) == 1 or ids(document.text) != corpus.tokens.tolist()
+        assert tokenizer.decode(corpus.tokens[corpus.mask]) == "".join(text for text, counts in spans if counts)
+        _, ends = openings(corpus)
+        assert tokenizer.decode(corpus.tokens[: ends[0]]) == spans[0][0]
     plain = tokenize([Document("d", (("x = 1", True),))], tokenizer)  # text alone stands behind a separator
     assert plain.tokens[0] in (tokenizer.bos_token_id, tokenizer.eos_token_id)
     assert plain.tokens[1:].tolist() == tokenizer("x = 1", add_special_tokens=False)["input_ids"]

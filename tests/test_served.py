@@ -199,7 +199,11 @@ def test_a_model_from_elsewhere_is_refused(plain):
 def test_an_exported_folder_can_be_exported_from(folder, tmp_path):
     before = (folder / "selfspec.json").read_text()
     export(str(folder), "transformers", tmp_path / "again", nodes=4)
-    assert json.loads((tmp_path / "again/selfspec.json").read_text()) == {"drafter": "drafter", "nodes": 4}
+    assert json.loads((tmp_path / "again/selfspec.json").read_text()) == {
+        "drafter": "drafter+prompt_lookup",
+        "nodes": 4,
+    }
+    assert selfspec.load(str(folder)).drafter.sources == ("prompt_lookup", str(folder))
     assert (folder / "selfspec.json").read_text() == before
 
 

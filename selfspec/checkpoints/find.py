@@ -10,8 +10,9 @@ from pathlib import Path
 from selfspec.checkpoints.embedded import DRAFTERS, TARGETS, resolve
 from selfspec.drafters import OWN_KINDS
 from selfspec.utils.errors import did_you_mean
-from selfspec.utils.files import inside
+from selfspec.utils.files import inside, read_json
 
+EXPORTED, OWN = "selfspec.json", "drafter"  # who drafts, in a folder that transformers runs, and its own drafter there
 UNTRAINED = ("prompt_lookup", "lookahead")  # work without a checkpoint
 
 
@@ -118,8 +119,13 @@ def _within(home: Path) -> Path | None:
 
 
 def member_names(name: str) -> list[str]:
-    """The drafters that a name stands for: several are joined by "+" and share one tree."""
-    return [part if exists(part) else part.strip() for part in split_at(name, "+", exists)]
+    """The drafters that a name stands for: several are joined by "+" and share one tree. An exported folder stands for
+    all that draft there."""
+    names = [part if exists(part) else part.strip() for part in split_at(name, "+", exists)]
+    for folder in [Path(name) for name in names if (Path(name) / EXPORTED).is_file()]:
+        members = str(read_json(folder / EXPORTED).get("drafter", OWN)).split("+")
+        names += [member for member in members if member not in (OWN, *names)]
+    return names
 
 
 def split_at(text: str, mark: str, whole: Callable[[str], bool]) -> list[str]:

@@ -173,9 +173,9 @@ def push(
         raise ValueError(f"repo={repo!r} names no owner; give owner/name, by which it is loaded")
     if dry_run is not None:
         if dry_run.exists():
-            raise ValueError(f"dry_run={str(dry_run)!r} exists; give a new folder")
+            raise ValueError(f"dry run: {str(dry_run)!r} exists; give a new folder")
         if source.resolve() in dry_run.resolve().parents:
-            raise ValueError(f"dry_run={str(dry_run)!r} lies in the drafter's folder; give another place")
+            raise ValueError(f"dry run: {str(dry_run)!r} lies in the drafter's folder; give another place")
         with atomic(dry_run) as folder:
             prepare(source, folder, repo, points)
         return str(dry_run)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import check_tokenizer, load_drafter, read_meta
-from selfspec.checkpoints.find import drafter_folder, member_names, named_folder, on_hub
+from selfspec.checkpoints.find import EXPORTED, drafter_folder, member_names, named_folder, on_hub
 from selfspec.checkpoints.formats import mtp
 from selfspec.checkpoints.formats.imported import named_target, published
 from selfspec.checkpoints.formats.imported import read as read_published
@@ -21,8 +21,6 @@ from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.mtp import Mtp
 from selfspec.drafters.registry import Unknown, Untrusted, build, config_class, drafter_class
 from selfspec.utils.files import Figures
-
-EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
 
 
 def untrained(name: str, trust: bool = False) -> type[Drafter] | None:
@@ -128,7 +126,7 @@ def load_pair(
             if target is None and not place.exists():
                 raise FileNotFoundError(
                     f"the drafter in {ours[0]} was trained for the target in {place}, which is not there; say where it "
-                    "is now with target="
+                    "is now with target= (--target)"
                 )
             meta["name"] = str(place)
     elif folders:

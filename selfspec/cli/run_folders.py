@@ -106,7 +106,7 @@ def check_same(path: Path, plain: Figures, free: Sequence[str] = FREE, kept: Fig
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         raise ValueError(
             f"{path.parent} holds a run with another configuration: {differences}{more}; give what it had, or choose "
-            "another name="
+            "another name= (another hydra.run.dir=, where that was given)"
         )
 
 

@@ -201,9 +201,9 @@ def _tokenized(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus,
 def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
     """A training's target, tokenizer and data."""
     device = _device(run.target.device)
-    for data in (config.data, config.data.get("source")):
+    for key, data in {"data.path": config.data, "data.source.path": config.data.get("source")}.items():
         if data is not None and "path" in data:
-            files_of(as_plain(data)["path"])  # before a target is fetched
+            files_of(as_plain(data)["path"], key)  # before a target is fetched
     if run.train.states == SERVER:  # are they there? before a target is loaded
         Servers(server_urls("train.states_url", run.train.states_url))
     if get_class(config.data._target_) is Server:

@@ -67,7 +67,7 @@ class KVCache:
         self.stores: list[Tensor] = []  # [G, store_rows, heads, capacity, D]
         self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
         self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
-        first, self.beginning = torch.zeros(self.rows, dtype=torch.long), states or {}
+        first, self.beginning = torch.zeros(self.rows, dtype=torch.long, device="cpu"), states or {}
         # Of each layer: the state at the last commit, then those that `KV.committed` appended
         self.states = {layer: [state.rows(first)] for layer, state in (states or {}).items()}
         self._closed = False
@@ -212,7 +212,7 @@ class KVCache:
         """Keep these rows of the batch, in this order. Entries that were not committed are lost."""
         size = self.rows if self.fixed else self.engine.size(len(left))
         self._move({to: row for to, row in enumerate(left) if to != row})  # buffers are the first rows of the stores
-        index = torch.tensor(left + left[:1] * (size - len(left)))
+        index = torch.tensor(left + left[:1] * (size - len(left)), device="cpu")
         self.states = {layer: [stages[0].rows(index)] for layer, stages in self.states.items()}
         self.lengths, self.idle, self._views = [self.lengths[row] for row in left], size - len(left), {}
         self._lengths = None

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from selfspec.core.quantized import has_int8
 
 # Of PEFT's layers: what a view copies, and which adapters are in the weights
+_VALUES = {str, int, float, bool, type(None), tuple, list, dict}  # of a config
+_HELD = {str, int, float, bool, type(None), Tensor}  # by modules
 _ADAPTER_STATE, _MERGED = ("_disable_adapters", "_active_adapter", "scaling"), "merged_adapters"
 
 
@@ -28,8 +30,10 @@ class Changes:
 
     def _structure_now(self) -> list[object]:
         """What views of the model copy."""
-        parts: list[object] = [self.model.config.get_text_config()._attn_implementation]
+        configs = {id(c): vars(c) for m in self.model.modules() if (c := getattr(m, "config", None)) is not None}
+        parts: list[object] = [str([(k, v) for k, v in c.items() if type(v) in _VALUES]) for c in configs.values()]
         for m in self.model.modules():
+            parts += [(k, id(v) if isinstance(v, Tensor) else v) for k, v in vars(m).items() if type(v) in _HELD]
             parts += [id(m), *m._forward_hooks, *m._forward_pre_hooks, vars(m).get("forward")]
             tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
             parts += [(id(t), t.dtype, t.device, t.shape, _address(t)) for t in tensors]
@@ -44,10 +48,6 @@ class Changes:
 
     def check(self) -> None:
         """Raises ValueError where the model was cast, moved, resized or set to training after it was loaded."""
-        if self.model.training:
-            raise ValueError(
-                "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
-            )
         dtype, device, _ = now = self._head()
         assert isinstance(device, torch.device)
         known = torch.amp.is_autocast_available(device.type)
@@ -61,6 +61,10 @@ class Changes:
                 f"target.model was changed after loading: its lm_head was {self._loaded}, it is {now} "
                 "(dtype, device, shape); cast, move or resize a model first and load it then: "
                 "selfspec.load(..., target=model)"
+            )
+        if any(part.training for part in self.model.modules()):
+            raise ValueError(
+                "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
             )
 
     def update(self, refuse: Callable[[PreTrainedModel], None]) -> tuple[bool, bool]:

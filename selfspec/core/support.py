@@ -93,13 +93,19 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def view(module: M) -> M:
-    """A copy of a module's structure over the same parameters, buffers and hooks. What is then put into it leaves the
-    original as it was."""
+    """A copy of a module's structure over the same tensors and hooks. What is then put into it leaves the original as
+    it was. Raises ValueError where it holds what can not be copied."""
     shared: dict[int, object] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     for part in module.modules():
+        shared |= {id(value): value for value in vars(part).values() if isinstance(value, torch.Tensor)}
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         shared |= {id(hook): hook for hook in hooks}
-    return copy.deepcopy(module, shared)
+    try:
+        return copy.deepcopy(module, shared)
+    except TypeError as error:  # such as a lock or an open file
+        raise ValueError(
+            f"{type(module).__name__} holds what can not be copied ({error}); take it off first"
+        ) from error
 
 
 def unhooked(module: M) -> M:
@@ -147,6 +153,8 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
         original = parameters.get("original_max_position_embeddings") or 0
         if parameters.get("rope_type") == "longrope" and 0 < original < (longest or 2**62):
             return original, "rope_type longrope: beyond its original length one row changes the others of its pass"
+    if 0 < (window := getattr(config, "keep_window_size", None) or 0) < (longest or 2**62):  # of Doge
+        return window, "keep_window_size: beyond it each pass chooses the keys that it attends to"
     return longest, "max_position_embeddings"
 
 

@@ -62,8 +62,7 @@ class Target:
         self.n_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.out_features
-        self.max_positions, self.limited_by = support.longest_context(model)
-        self.window, self.layer_types, self.windows = support.attention_types(config)
+        self._read_config()
         # Whether its decoder is not in memory, but for single tensors
         self.partial = any(p.is_meta for p in self.decoder.parameters()) and self.device.type != "meta"
         self.recurrent = any(True for _ in mixers(self.decoder))  # whether some layers keep a state
@@ -75,6 +74,11 @@ class Target:
         self.rebuilt = 0  # how often parts were built anew; other views of the model follow by it
         self._returns, self.engine = returns, engine or Engine()
         self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
+
+    def _read_config(self) -> None:
+        config = self.model.config.get_text_config()
+        self.max_positions, self.limited_by = support.longest_context(self.model)
+        self.window, self.layer_types, self.windows = support.attention_types(config)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -103,6 +107,7 @@ class Target:
         if changed:
             self.forget()
             self._parts, self._like = {}, None
+            self._read_config()
             self.rebuilt += 1
         forget_changed({id(p) for p in self.model.parameters()} if merged else set())
         for part in self.model.modules() if self.int8 else ():

@@ -230,8 +230,10 @@ def _digest(record: object) -> float:
     assert isinstance(record, dict)
     text, turns = record.get("text"), record.get("messages") or record.get("conversations")
     if turns:
-        said_by = [[t.get("role") or t.get("from"), t.get("content") or t.get("value")] for t in turns]
-        kinds = [NAMES.get(str(role).lower(), str(role).lower()) for role, _ in said_by]
+        said_by = [_said(turn) for turn in turns]
+        if isinstance(system := record.get("system"), str) and system:
+            said_by = [["system", system], *said_by] if said_by[0][0] not in ("system", "developer") else said_by
+        kinds = [role for role, _ in said_by]
         asked = next((i for i, kind in enumerate(kinds) if kind not in ("assistant", "system", "developer")), 0)
         answers = (i for i, kind in enumerate(kinds) if i > asked and kind == "assistant")
         said = json.dumps(said_by[: next(answers, len(said_by))])
@@ -243,6 +245,14 @@ def _digest(record: object) -> float:
         asked = mask.index(1) if 1 in mask else 0
         said = json.dumps(ids[:asked] if asked >= _ASKED else ids)
     return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest()) / 2**64
+
+
+def _said(turn: Any) -> list[Any]:
+    """Who says what in a turn, in whichever form it is written."""
+    role, content = str(turn.get("role") or turn.get("from")).lower(), turn.get("content") or turn.get("value")
+    if isinstance(content, list):  # OpenAI's content parts
+        content = "".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
+    return [NAMES.get(role, role), content]
 
 
 def _encodable(text: str, place: str) -> None:

@@ -17,18 +17,18 @@ from typing import Any, cast
 from selfspec.data.documents import Records
 
 
-def files_of(path: object) -> list[Path]:
-    """Files by their paths, or by patterns. Raises ValueError for what is neither."""
+def files_of(path: object, key: str = "data.path") -> list[Path]:
+    """Files by their paths, or by patterns. Raises ValueError for what is neither. key: whose value they are."""
     paths = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else [path]
     files_found = list[Path]()
     for one in paths:
         names = sorted(glob.glob(one, recursive=True)) if isinstance(one, str) and not Path(one).is_file() else [one]
         files = [Path(name) for name in names if isinstance(name, str) and Path(name).is_file()]
         if not files:
-            raise ValueError(f"data.path={one!r} is not a file, and matches none as a pattern such as data/*.jsonl")
+            raise ValueError(f"{key}={one!r} is not a file, and matches none as a pattern such as data/*.jsonl")
         files_found += files
     if not files_found:
-        raise ValueError("data.path=[] names no file")
+        raise ValueError(f"{key}=[] names no file")
     return list({file.resolve(): file for file in files_found}.values())  # each once, however it is named
 
 

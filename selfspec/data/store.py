@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +30,7 @@ from selfspec.utils.progress import progress
 _BATCH = 512  # documents that go through the tokenizer at once
 _PARTS = ("train", "validation")
 _SIZES = {"tokens": ("tokens", 4), "mask": ("tokens", 1), "ends": ("documents", 8), "talks": ("documents", 1)}
-_VERSION = 7  # of the files and of what stands in them
+_VERSION = 8  # of the files and of what stands in them
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,9 @@ def beginning(tokenizer: Tokenizer) -> tuple[int, ...]:
 def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[bool], bool, int]]:
     """Each document's tokens, which of them count, whether it is a conversation, and the bytes of its text. Text stands
     behind a separator, the tokenizer's BOS, or EOS where it has none; a conversation begins as its chat template does,
-    as in decoding. A document is encoded as a whole; a token counts where its last character does. Raises ValueError
-    where the tokenizer has neither."""
+    as in decoding. A document is encoded as a whole, but a conversation in pieces where a token would reach from what
+    stands before an answer into it: a prompt ends there. A token counts where its last character does. Raises
+    ValueError where the tokenizer has neither."""
     separator = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if separator is None:
         raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has neither a BOS nor an EOS token to separate texts")
@@ -95,10 +96,29 @@ def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tup
         else:
             rows = (_by_span(document, tokenizer) for document in batch)
         for document, (ids, offsets) in zip(batch, rows, strict=True):
+            if document.conversation and tokenizer.is_fast and (cuts := _straddled(document, offsets)):
+                ids, offsets = _in_pieces(document.text, cuts, tokenizer)
             ids, mask = document.tokens or (ids, _counting(document, offsets))
             if ids[:1] != [separator] and not document.conversation:
                 ids, mask = [separator, *ids], [False, *mask]
             yield ids, mask, document.conversation, len(document.text.encode())
+
+
+def _straddled(document: Document, offsets: list[tuple[int, int]]) -> list[int]:
+    """The places at which an answer begins inside a token."""
+    starts = list(accumulate((len(text) for text, _ in document.spans), initial=0))
+    answers = {start for start, (_, counts) in zip(starts, document.spans, strict=False) if counts}
+    return sorted({place for start, stop in offsets for place in range(start + 1, stop) if place in answers})
+
+
+def _in_pieces(text: str, cuts: list[int], tokenizer: Tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
+    """Tokens and offsets of a text whose pieces between the cuts are encoded on their own."""
+    ids, offsets = list[int](), list[tuple[int, int]]()
+    for start, stop in pairwise((0, *cuts, len(text))):
+        new = tokenizer(text[start:stop], add_special_tokens=False, return_offsets_mapping=True)
+        ids += new["input_ids"]
+        offsets += [(start + a, start + b) for a, b in new["offset_mapping"]]
+    return ids, offsets
 
 
 def _by_span(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[tuple[int, int]]]:

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import load_drafter, read_meta, save_drafter
 from selfspec.checkpoints.embedded import resolve
-from selfspec.checkpoints.find import drafter_folder
+from selfspec.checkpoints.find import EXPORTED, OWN, drafter_folder
 from selfspec.checkpoints.formats import block, eagle3, medusa, mtp
 from selfspec.checkpoints.formats.imported import read as read_published
 from selfspec.checkpoints.hub import fetch
-from selfspec.checkpoints.loading import EXPORTED, load_pair, members_of
+from selfspec.checkpoints.loading import load_pair, members_of
 from selfspec.checkpoints.target_parts import load_parts
 from selfspec.checkpoints.weights_hash import PARTS
 from selfspec.core.target import Target
@@ -27,7 +27,6 @@ from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.mtp import Mtp
 from selfspec.integrations.engines import FORMATS, commands, refuse, transformers_commands
-from selfspec.integrations.hf_serve import OWN
 from selfspec.training.states import behind_layers
 from selfspec.utils.files import atomic
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from selfspec.api import Spec
+from selfspec.checkpoints.find import EXPORTED, OWN
 from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.load_target import load_target
-from selfspec.checkpoints.loading import EXPORTED, find_drafter, joined, untrained
+from selfspec.checkpoints.loading import find_drafter, joined, untrained
 from selfspec.utils.files import Figures, read_json
 
-OWN = "drafter"  # the folder's own, beside kinds that train nothing
 _OPENING = Lock()
 _CALLS: dict[int, list[Any]] = {}  # by the id of a model's config: calls under way, and its stop strings
 _SERVER = "transformers.cli.serving.utils"  # of transformers serve

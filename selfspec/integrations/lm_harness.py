@@ -99,8 +99,8 @@ class Harness(HFLM):
         return {"selfspec": counts, "model_dtype": f"torch.{self.spec.target.dtype_name}", "model_source": "selfspec"}
 
 
-def _read(place: Path) -> tuple[Figures, dict[str, list[str]]]:
-    """What a run counted, and its answers by task, from the harness's output folder.
+def _read(place: Path) -> tuple[Figures, dict[str, list[tuple[str, str]]]]:
+    """What a run counted, and by task which questions it answered and how, from the harness's output folder.
 
     Raises ValueError for a folder without a run of this model with its samples.
     """
@@ -113,14 +113,19 @@ def _read(place: Path) -> tuple[Figures, dict[str, list[str]]]:
         raise ValueError(f"{files[-1]} is of another model; run with --model selfspec")
     if not counted["tokens"]:
         raise ValueError(f"{files[-1]} holds no task that generates; give one, such as --tasks gsm8k")
-    answers: dict[str, list[str]] = {}
+    answers: dict[str, list[tuple[str, str]]] = {}
     stamp = files[-1].stem.removeprefix("results_")
     for path in samples:
         if path.stem.endswith(stamp):
             with path.open(encoding="utf-8") as file:  # once for each of a task's filters
                 rows = {row["doc_id"]: row for row in map(json.loads, file)}
             task = path.stem.removeprefix("samples_").removesuffix(f"_{stamp}")
-            answers[task] = [text for _, row in sorted(rows.items()) for part in row["resps"] for text in part]
+            answers[task] = [
+                (f"{i} {row.get('prompt_hash')}", text)
+                for i, row in sorted(rows.items())
+                for part in row["resps"]
+                for text in part
+            ]
     return counted, answers
 
 
@@ -130,6 +135,8 @@ def compare(one: Path, other: Path) -> str:
     if ours.keys() != theirs.keys() or any(len(ours[task]) != len(theirs[task]) for task in ours):
         raise ValueError(f"{one} and {other} hold different tasks: {sorted(ours)} and {sorted(theirs)}")
     pairs = [pair for task in ours for pair in zip(ours[task], theirs[task], strict=True)]
+    if odd := [(a[0], b[0]) for a, b in pairs if a[0] != b[0]]:
+        raise ValueError(f"{one} and {other} answer different questions: {odd[0][0]} and {odd[0][1]} (doc_id, prompt)")
     rows = []
     for place, counts in ((one, first), (other, second)):
         figures = f"{counts['seconds']:.1f}", f"{counts['tokens'] / counts['seconds']:.0f}"
@@ -141,7 +148,8 @@ def compare(one: Path, other: Path) -> str:
 
 def main() -> None:
     if sys.argv[1:2] != ["compare"]:
-        cli_evaluate()
+        with one_line_errors():
+            cli_evaluate()
         return
     if len(sys.argv) != 4:
         print(

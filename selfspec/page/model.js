@@ -6,6 +6,7 @@ const MOST = 64;
 /** Path probabilities of the best static tree, in the order of its growth.
  * @param {number[][]} acceptance by depth and rank @param {number} nodes @returns {number[]} */
 function staticTree(acceptance, nodes) {
+  acceptance = acceptance.map((row) => [...row].sort((a, b) => b - a));
   const probs = [1];
   const depths = [0];
   /** @type {[number, number, number][]} probability, parent, rank */

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from selfspec.checkpoints.weights_hash import changed
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.parts.vocabulary import Reduced
+from selfspec.training import shard
+from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, atomic, digest
 
 
@@ -34,7 +36,9 @@ def _load(path: Path) -> Figures:
     try:
         saved: Figures = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, LookupError, ValueError, TypeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it to start over, or choose another name=") from error
+        raise ValueError(
+            f"{path} is damaged ({one_line(error):.100}); delete it to start over, or choose another name="
+        ) from error
     if not isinstance(saved, dict):
         raise ValueError(f"{path} is damaged; delete it to start over, or choose another name=")
     return saved
@@ -168,6 +172,10 @@ class Checkpoint:
         _save(self.path, {**record, "digest": _digest(record)})
 
 
+# What a training may have other than the one that it goes on from: how deep and wide it drafts, and how it learns
+_FREE = {"loss", "depth_decay", "depth", "width", "min_prob", "anchors", "unroll", "passes"}
+
+
 @torch.no_grad()
 def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
     """Give a drafter the trained weights and the draft vocabulary of another; optimizer and data begin anew. Raises
@@ -181,6 +189,11 @@ def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
             + (f" ({odd[0]}: {shapes[1].get(odd[0])} instead of {shapes[0].get(odd[0])})" if odd else "")
             + "; give one of the same configuration"
         )
+    ours, theirs = asdict(drafter.config), asdict(source.config)
+    odd = [key for key in ours if key not in _FREE and ours[key] != theirs.get(key)]
+    odd = [key for key in odd if key != "layers" or drafter.reads != source.reads]
+    said = "; ".join(f"{key}={theirs.get(key)!r}, here {ours[key]!r}" for key in odd)
+    shard.say([f"warning: train.init_from={name!r} was trained with {said}"] if odd else [])
     if isinstance(drafter, Reduced) and drafter.vocabulary is not None:
         drafter.drafts_only(saved["vocabulary"])  # heads hold rows of lm_head by it
     for key, p in into.items():

@@ -22,9 +22,12 @@ def static_tree(acceptance: list[list[float]] | Acceptance, nodes: int) -> tuple
     acceptance[d][r]: the probability that the drafter's r-th choice at depth d + 1 is right, given that its parent was;
     the same below every parent (Medusa, arXiv 2401.10774, section 2.3.3, grows its sparse tree this way).
     Returns parents, ranks (the choice each node takes at its depth) and the probability of every node to be on the
-    accepted path; node 0 is the root. The sum of the probabilities is the expected acceptance length.
+    accepted path; node 0 is the root. The sum of the probabilities is the expected acceptance length. What was measured
+    of few tokens need not fall from rank to rank: the best choice of a depth stands first.
     """
     parents, ranks, probs, depths = [-1], [0], [1.0], [0]
+    order = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in acceptance]
+    acceptance = [[row[rank] for rank in best] for row, best in zip(acceptance, order, strict=True)]
     # A node's candidates enter best first: its own next sibling and its first child.
     frontier = [(acceptance[0][0], 0, 0)] if acceptance and acceptance[0] else []  # (probability, parent, rank)
     while frontier and len(parents) < nodes:
@@ -41,7 +44,7 @@ def static_tree(acceptance: list[list[float]] | Acceptance, nodes: int) -> tuple
             frontier.append((probs[parent] * acceptance[depth - 1][rank + 1], parent, rank + 1))
         if depth < len(acceptance) and acceptance[depth]:
             frontier.append((value * acceptance[depth][0], node, 0))
-    return parents, ranks, probs
+    return parents, [0, *(order[d - 1][r] for d, r in zip(depths[1:], ranks[1:], strict=True))], probs
 
 
 def expected_length(session: Session, acceptance: list[list[float]], mode: str, nodes: int) -> float:

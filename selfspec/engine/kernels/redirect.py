@@ -24,10 +24,12 @@ _linear, _attention = torch._C._nn.linear, torch._C._nn.scaled_dot_product_atten
 # GELU has other bits where a vector is not full.
 _PRODUCTS = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm"}
 _VARYING = {"scaled_dot_product_attention", "multi_head_attention_forward", "bilinear", "conv1d", "conv2d", "einsum"}
-_VARYING |= {"addmm", "baddbmm", "mv", "inner", "tensordot", "_grouped_mm", "grouped_mm", "gelu"}
+_VARYING |= {"addmm", "baddbmm", "mv", "inner", "tensordot", "_grouped_mm", "grouped_mm", "gelu", "multi_dot"}
+_VARYING |= {"chain_matmul", "conv_transpose1d", "conv_transpose2d", "addbmm", "vecdot", "cdist"}
 # Those that are so in some dtypes: of 16 bits, and float32
 _HALF = {"rsqrt", "pow", "__pow__", "logit"}
-_SINGLE = {"sigmoid", "silu", "softplus", "exp2", "logit", "pow", "__pow__"}
+_SINGLE = {"sigmoid", "silu", "softplus", "exp2", "logit", "pow", "__pow__", "mish", "elu", "celu", "selu", "sinh"}
+_SINGLE |= {"cosh"}
 _SOME = _HALF | _SINGLE
 
 _invariant: set[Any] = set()  # functions met whose rows do not depend on their number, and that no kernel replaces
