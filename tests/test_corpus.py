@@ -135,6 +135,14 @@ def test_answers_to_one_question_fall_on_one_side(tokenizer, tmp_path):
         assert one
         assert other
         assert not one & other
+    said = [("system", "s"), ("user", "Hi"), ("assistant", "Hello")]
+    forms = [
+        {"messages": [{"role": role, "content": text} for role, text in said]},
+        {"conversations": [{"from": {"user": "human"}.get(role, role), "value": text} for role, text in said]},
+        {"messages": [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]},
+        {"messages": [{"role": role, "content": text} for role, text in said[1:]], "system": "s"},
+    ]
+    assert len(set(map(_digest, forms))) == 1  # however it is written
     plain = [{"input_ids": [0, i, i], "loss_mask": [0, 1, 1]} for i in range(12)]  # of texts, behind a BOS
     assert len({_digest(line) for line in plain}) == 12
 

@@ -286,6 +286,14 @@ def test_a_draft_vocabulary_holds_from_when_it_is_chosen(row, llama, monkeypatch
         assert float(DraftLoss(one, llama)(batch())[0]) == pytest.approx(float(first), rel=1e-6)
 
 
+def test_a_warm_start_says_in_what_the_two_differ(llama, capsys):
+    one, other = (made("mtp", llama, hidden_first=first) for first in (False, True))
+    warm_start(other, one, "runs/first")
+    warm_start(made("mtp", llama, hidden_first=True, depth_decay=0.5), other, "runs/second")
+    said = capsys.readouterr().out
+    assert said == "warning: train.init_from='runs/first' was trained with hidden_first=False, here True\n"
+
+
 @pytest.mark.parametrize(
     ("row", "family"),
     [(TABLE[name], "llama") for name in TRAINED] + [(TABLE[name], "gemma3_text") for name in TRAINED if name in WAYS],

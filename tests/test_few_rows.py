@@ -222,6 +222,11 @@ def test_what_is_left_to_the_library_is_not_called_exact_by_construction(tmp_pat
     target = Target(target.model)
     assert autoregressive(target, [[5, 9, 2]], Options(2)).stats.exact == "up to rounding"
     assert target.engine.varying["tree_pass_alone"] == "linear, scaled_dot_product_attention"
+    target = Target(tiny_model("llama", hidden_size=64, intermediate_size=64).to(torch.bfloat16))
+    weights = torch.randn(64, 256).bfloat16(), torch.randn(256, 64).bfloat16()
+    target.layers[0].mlp.register_forward_hook(lambda m, a, out: torch.linalg.multi_dot([out[0], *weights])[None])
+    assert autoregressive(target, [[5, 9, 2]], Options(2)).stats.exact == "up to rounding"
+    assert "multi_dot" in target.engine.varying["tree_pass_alone"]
 
 
 def test_shared_keys_are_read_once():

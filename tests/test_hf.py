@@ -92,6 +92,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "forced_eos": {"forced_eos_token_id": 5},
     "own": {"logits_processor": LogitsProcessorList([ForbidsRepeats()])},
     "several_eos": {"eos_token_id": [4, 11, 17, 30]},
+    "eos_tensor": {"eos_token_id": torch.tensor([4, 11, 17, 30]), "pad_token_id": None},
 }
 
 

@@ -348,9 +348,10 @@ def test_scalars_arrays_and_ranges_are_taken(spec):
 def test_a_target_that_was_changed_is_named(heads_folder):
     spec = selfspec.load(str(heads_folder))
     before = spec.generate(TEXTS, 6).token_ids
-    spec.target.model.train()
-    refused(r"training mode.*call target.model.eval\(\)", spec.generate, TEXTS, 4)
-    spec.target.model.eval()
+    for part in (spec.target.model, spec.target.model.model):  # whole, or the decoder alone
+        part.train()
+        refused(r"training mode.*call target.model.eval\(\)", spec.generate, TEXTS, 4)
+        part.eval()
     assert spec.generate(TEXTS, 6).token_ids == before
     spec.target.model.config.return_dict = False
     assert spec.generate(TEXTS, 6).token_ids == before
@@ -373,6 +374,33 @@ def test_what_is_hooked_into_the_target_counts(heads_folder):
     assert steered == spec.autoregressive(TEXTS[:1], 12).token_ids[0] == reference[0, ids.shape[1] :].tolist() != before
     handle.remove()
     assert spec.generate(TEXTS[:1], 12).token_ids[0] == before
+
+
+def test_settings_that_are_changed_after_the_first_call_count(heads_folder):
+    """Numbers and tensors that modules hold, and values of the config, as the stock model follows them."""
+    spec = selfspec.load(str(heads_folder))
+    model, layer = spec.target.model, spec.target.layers[1]
+    ids = torch.tensor(spec.encode(TEXTS[:1]))
+    layer.by, layer.steer = 1.0, torch.zeros(spec.target.hidden_size)
+    layer.register_forward_hook(lambda m, a, out: out * m.by + m.steer)
+    texts = []
+    for change in (
+        lambda: None,
+        lambda: setattr(layer, "by", -3.0),
+        lambda: layer.steer.normal_(),
+        lambda: setattr(layer, "steer", torch.ones_like(layer.steer)),
+        lambda: setattr(model.model.norm, "variance_epsilon", 10.0),
+        lambda: setattr(layer.self_attn, "scaling", 3.0),
+    ):
+        change()
+        found = spec.generate(TEXTS[:1], 12).token_ids[0]
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert found == spec.autoregressive(TEXTS[:1], 12).token_ids[0] == wanted[0, ids.shape[1] :].tolist()
+        texts.append(found)
+    assert len(set(map(tuple, texts))) >= 4
+    spec.target.model.lock = Lock()
+    layer.by = 2.0
+    refused("holds what can not be copied .*lock.*; take it off", spec.generate, TEXTS[:1], 4)
 
 
 class Recorder:

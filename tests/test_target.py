@@ -130,6 +130,14 @@ def test_the_weights_hash_sees_the_smallest_change_and_rounded_no_dtype():
 
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 8.0, 16.0]}
+
+
+def test_doge_is_served_as_far_as_it_sees_every_key():
+    model = tiny_model("doge", keep_window_size=32, num_key_value_heads=4)
+    target = Target(model)
+    assert (target.max_positions, target.limited_by.partition(":")[0]) == (32, "keep_window_size")
+
+
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **FACTORS}
 
 

@@ -109,6 +109,7 @@ def test_a_file_is_read_again(llama, tmp_path):
     spec = Spec(llama, made("prompt_lookup", llama))
     trace = spec.generate(PROMPTS[:2], 8, 1.0, seed=1, trace=True).trace
     trace.write(tmp_path / "a.jsonl")
+    refused("there is no folder .*none; make it", trace.write, tmp_path / "none" / "a.jsonl")
     (again,) = read_traces(tmp_path / "a.jsonl")
     assert (again.header, again.passes) == (trace.header, trace.passes)
     (tmp_path / "two.jsonl").write_text(trace.lines() * 2)

@@ -6,7 +6,7 @@ from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.core.tree import DraftTree
+from selfspec.core.tree import DraftTree, depths_of
 from selfspec.drafters.parts.static_tree import static_tree
 
 
@@ -52,11 +52,13 @@ def test_prints_itself_with_tokens_and_scores():
 @given(st.lists(st.lists(st.floats(0.01, 0.5), min_size=1, max_size=3), min_size=1, max_size=3), st.integers(1, 9))
 @settings(max_examples=40, deadline=None)
 def test_grow_finds_the_best_tree(table, nodes):
-    table = [sorted(row, reverse=True) for row in table]
     parents, ranks, chance = static_tree(table, nodes)
     assert parents[0] == -1
     assert all(p < n for n, p in enumerate(parents))
     assert len(parents) <= nodes
+    depths = depths_of(parents)
+    for node in range(1, len(parents)):
+        assert chance[node] == pytest.approx(chance[parents[node]] * table[depths[node] - 1][ranks[node]])
     paths: list[float] = [1.0]
     for depth in range(1, len(table) + 1):
         for choice in itertools.product(*(range(len(row)) for row in table[:depth])):

@@ -33,7 +33,7 @@ class Changes:
         configs = {id(c): vars(c) for m in self.model.modules() if (c := getattr(m, "config", None)) is not None}
         parts: list[object] = [str([(k, v) for k, v in c.items() if type(v) in _VALUES]) for c in configs.values()]
         for m in self.model.modules():
-            parts += [(k, id(v) if isinstance(v, Tensor) else v) for k, v in vars(m).items() if type(v) in _HELD]
+            parts += [v if type(v) is not Tensor else id(v) for v in vars(m).values() if type(v) in _HELD]
             parts += [id(m), *m._forward_hooks, *m._forward_pre_hooks, vars(m).get("forward")]
             tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
             parts += [(id(t), t.dtype, t.device, t.shape, _address(t)) for t in tensors]
@@ -47,7 +47,7 @@ class Changes:
         return self._head() != self._loaded
 
     def check(self) -> None:
-        """Raises ValueError where the model was cast, moved, resized or set to training after it was loaded."""
+        """Raises ValueError where the model was cast, moved or resized after it was loaded."""
         dtype, device, _ = now = self._head()
         assert isinstance(device, torch.device)
         known = torch.amp.is_autocast_available(device.type)
@@ -62,16 +62,17 @@ class Changes:
                 "(dtype, device, shape); cast, move or resize a model first and load it then: "
                 "selfspec.load(..., target=model)"
             )
+
+    def update(self, refuse: Callable[[PreTrainedModel], None]) -> tuple[bool, bool]:
+        """Whether what views copy differs from what was seen last, and whether adapters were merged or taken out since.
+        Raises ValueError where a part was set to training or linear maps went to 8 bits or back, and what `refuse`
+        raises of the changed model."""
+        if (now := self._structure_now()) == self._structure:
+            return False, False
         if any(part.training for part in self.model.modules()):
             raise ValueError(
                 "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
             )
-
-    def update(self, refuse: Callable[[PreTrainedModel], None]) -> tuple[bool, bool]:
-        """Whether what views copy differs from what was seen last, and whether adapters were merged or taken out since.
-        Raises ValueError where linear maps went to 8 bits or back, and what `refuse` raises of the changed model."""
-        if (now := self._structure_now()) == self._structure:
-            return False, False
         refuse(self.model)
         if self.int8 != has_int8(self.model):
             raise ValueError(
