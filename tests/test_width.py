@@ -1,11 +1,12 @@
 """Passes of one width: library kernels give a token the same bits in drafted and in plain passes."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from conftest import VOCAB, RandomTrees, made, refused, tiny_model
-from families import build
+from families import FAMILIES, build
 
 import selfspec
 from selfspec.core import width as module
@@ -14,7 +15,7 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.core.width import same_bits
+from selfspec.core.width import refusal, same_bits
 from selfspec.utils.exactness import EXACT, ROUNDED
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8] * 3, [8, 1, 30, 4, 17], [3] * 20]
@@ -88,6 +89,17 @@ def test_keys_in_another_order_are_noticed(monkeypatch):
     target = of_width(model, 16)
     assert not same_bits(target, 1, 256)
     assert speculative(target, PROMPTS[:1], Options(4), None).stats.exact != EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_the_same_bits_or_is_refused(family):
+    target = Target(build(family, dtype=torch.bfloat16))
+    if why := refusal(target):
+        refused(f"width=16: .*{re.escape(why)}", target.use_width, 16)
+        return
+    target.use_width(16)
+    assert all(same_bits(target, rows, 256) for rows in (1, 3))
 
 
 def test_what_runs_beside_the_passes_is_not_by_construction():
