@@ -12,10 +12,11 @@ import selfspec
 from selfspec.core import width as module
 from selfspec.core.generate import Result, autoregressive, speculative
 from selfspec.core.options import Options
+from selfspec.core.same_bits import same_bits
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.core.width import refusal, same_bits
+from selfspec.core.width import refusal
 from selfspec.utils.exactness import EXACT, ROUNDED
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8] * 3, [8, 1, 30, 4, 17], [3] * 20]
@@ -95,7 +96,7 @@ def test_keys_in_another_order_are_noticed(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_the_same_bits_or_is_refused(family):
     target = Target(build(family, dtype=torch.bfloat16))
-    if why := refusal(target):
+    if why := refusal(target.model, target.decoder, target.recurrent):
         refused(f"width=16: .*{re.escape(why)}", target.use_width, 16)
         return
     target.use_width(16)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.options import Options, check
 from selfspec.core.rows import MAX_NODES, Rows
+from selfspec.core.same_bits import same_bits
 from selfspec.core.stats import Span, Stats, elapsed, moment
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import Kept
-from selfspec.core.width import same_bits
 from selfspec.utils.checks import integer
 from selfspec.utils.exactness import EXACT, LOSSY
 

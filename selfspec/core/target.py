@@ -170,7 +170,7 @@ class Target:
         """
         if width is not None and not 2 <= integer("width", width) <= 256:
             raise ValueError(f"width={width} must lie between 2 and 256: nodes of every pass")
-        if width is not None and (why := refusal(self)):
+        if width is not None and (why := refusal(self.model, self.decoder, self.recurrent)):
             raise ValueError(f"width={width}: {self.name!r} {why}; leave width out")
         self.width, self.tried = width, {}
         self.forget()
