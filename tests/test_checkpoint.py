@@ -5,14 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import made, refused, save_tiny
+from conftest import made, refused, save_tiny, tiny_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from selfspec.checkpoints.drafter_folder import load_drafter, read_meta, save_drafter
 from selfspec.checkpoints.load_target import load_target
-from selfspec.checkpoints.weights_hash import tokenizer_hash, weights_hash
+from selfspec.checkpoints.weights_hash import (
+    changed,
+    model_hash,
+    settings_of,
+    target_hash,
+    tokenizer_hash,
+    weights_hash,
+)
+from selfspec.core.target import Target
 from selfspec.drafters.registry import drafter_class
 from selfspec.training.pretrain import train_tokenizer
 
@@ -113,11 +121,11 @@ def test_broken_json_and_missing_folder(folder, tmp_path):
 
 def test_unknown_and_missing_keys_of_a_config_are_named_beside_those_that_exist(folder, tiny_folder):
     config = read_meta(folder)["config"]
-    for changed, message in [
+    for wrong, message in [
         ({**config, "head": 3}, r"unknown keys \['head'\], missing keys \[\]; MedusaConfig has \['blocks', .*'rank'\]"),
         ({k: v for k, v in config.items() if k != "rank"}, r"missing keys \['rank'\]"),
     ]:
-        rewrite(folder, config=changed)
+        rewrite(folder, config=wrong)
         refused(message, load_drafter, folder, load_target(tiny_folder)[0])
 
 
@@ -133,3 +141,18 @@ def test_saving_over_an_old_folder_replaces_it_whole(folder, tiny_folder):
     assert read_meta(folder)["config"]["heads"] == 2
     assert not (folder / "stale").exists()
     assert [p.name for p in folder.parent.iterdir()] == ["copy"]
+
+
+def test_a_target_is_known_by_its_settings_too():
+    """The same weights with another config or other end tokens compute something else; a default that is written out
+    does not count, nor what changes no output."""
+    odd = {"rms_norm_eps": 0.25}
+    targets = [Target(tiny_model(dtype=torch.float32, **more)) for more in ({}, {"attention_bias": False}, odd)]
+    targets[1].model.config.initializer_range = 0.5
+    targets.append(Target(tiny_model(dtype=torch.float32)))
+    targets[3].model.generation_config.eos_token_id = [0, 7]
+    assert len({target_hash(target) for target in targets}) == 1
+    assert model_hash(targets[0]) == model_hash(targets[1])
+    assert len({model_hash(target) for target in targets}) == 3
+    differences = changed(*(settings_of(target) for target in targets[::2]))
+    assert differences == "rms_norm_eps was the default, now 0.25"

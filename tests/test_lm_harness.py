@@ -53,7 +53,17 @@ def test_two_runs_give_the_same_texts(heads_folder, tmp_path):
     assert "3 of 3 texts equal" in done.stdout, done.stderr
     passes = [line.split(" | ")[3] for line in done.stdout.splitlines() if line.startswith("| nodes")]
     assert int(passes[0]) > int(passes[1])
-    for arguments, message in ((("nodes1",), "usage: "), (("nodes1", "none"), "none holds no results with samples")):
+    samples = next((tmp_path / "nodes8").rglob("samples_*.jsonl"))
+    samples.write_text(samples.read_text().replace('"doc_id": 0', '"doc_id": 7'))
+    wrong = harness(
+        "run", "--model", "selfspec", "--model_args", "drafter=none/here", "--tasks", "continued", home=tmp_path
+    )
+    assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
+    for arguments, message in (
+        (("nodes1",), "usage: "),
+        (("nodes1", "none"), "none holds no results with samples"),
+        (("nodes1", "nodes8"), "answer different questions: 0 "),
+    ):
         bad = harness("compare", *arguments, home=tmp_path)
         assert bad.returncode == 2
         assert message in bad.stderr
