@@ -81,6 +81,24 @@ def test_attention_by_paths_is_the_attention_of_the_model(family):
         torch.testing.assert_close(one, other)
 
 
+def test_products_of_float16_stay_finite():
+    """As in sdpa, scores are scaled before they are rounded."""
+    query, key, value = (torch.full((1, 2, 4, 128), 30.0).half() for _ in range(3))
+    mask, each = torch.zeros(1, 1, 4, 4).half(), torch.arange(4)
+    paths = module.Paths.of((each[:, None] >= each)[None], each[None], torch.tensor([0]), 4)
+    layer = torch.nn.Module()
+    found, _ = module.by_paths(layer, query, key, value, mask, tree_paths=paths)
+    assert found.isfinite().all()
+
+
+def test_what_changes_the_model_is_tried_again():
+    """A hook that mixes rows was not there when the model was tried."""
+    target, options = of_width(tiny_model(dtype=torch.float32), 8), Options(4)
+    assert autoregressive(target, PROMPTS[1:2], options).stats.exact == EXACT
+    target.layers[0].register_forward_hook(lambda m, a, out: out + out.mean(1, keepdim=True))
+    assert autoregressive(target, PROMPTS[1:2], options).stats.exact != EXACT
+
+
 def test_keys_in_another_order_are_noticed(monkeypatch):
     """What is said to be exact was tried: here siblings stand between a path's keys again."""
     model = tiny_model(dtype=torch.float32, hidden_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=128)
@@ -112,6 +130,8 @@ def test_what_runs_beside_the_passes_is_not_by_construction():
         fast = speculative(target, PROMPTS[1:2], options, drafter, 8)
         assert fast.token_ids == autoregressive(target, PROMPTS[1:2], options).token_ids
         exact[kind] = fast.stats.exact
+        assert ("by construction" in target.exactness) == (kind == "medusa"), target.exactness
+        target.use_width(16)
     assert exact == {"early_exit": ROUNDED, "mask": ROUNDED, "medusa": EXACT}
 
 

@@ -86,7 +86,7 @@ def target_hash(target: Target) -> str:
 
 def settings_of(target: Target) -> Figures:
     """What a target computes beside its weights, as JSON has it: the tokens that end its texts, and its config where it
-    differs from its class's defaults, so that a newer transformers gives the same."""
+    differs from its class's defaults. A setting that a newer transformers adds does not count at its default."""
     config = target.model.config.get_text_config()
     usual: Figures = {}
     with suppress(Exception):  # of a class that has no defaults

@@ -116,22 +116,28 @@ class OneTarget(Loaded):
 @dataclass
 class Measurement(OneTarget):
     """drafter: an embedded name, a run folder, a hub id, or several joined by +, which share one tree; target: null
-    takes the one that the drafter was trained for; width: nodes of every pass, plain ones included, so that 16-bit
-    dtypes are exact on library kernels too (null: as many as are drafted)."""
+    takes the one that the drafter was trained for."""
 
     drafter: str = MISSING
     target: str | None = None  # type: ignore[assignment]
+
+
+@dataclass
+class Decoded(Measurement):
+    """width: nodes of every pass, plain ones included, so that 16-bit dtypes are exact on library kernels too (null: as
+    many as are drafted)."""
+
     width: int | None = None
 
 
 @dataclass
-class EvalRun(Measurement):
+class EvalRun(Decoded):
     tree: TreeConfig = field(default_factory=TreeConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
 
 @dataclass
-class ShowRun(Measurement):
+class ShowRun(Decoded):
     tree: TreeConfig = field(default_factory=TreeConfig)
     show: ShowConfig = field(default_factory=ShowConfig)
 

@@ -19,7 +19,7 @@ from selfspec.checkpoints.drafter_folder import save_drafter, shaped_as
 from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.loading import find_drafter, members_of
-from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, ShowRun
+from selfspec.cli.config import AuditRun, CalibrateRun, Decoded, EvalRun, LimitsRun, Measurement, ShowRun
 from selfspec.cli.help import config_folder
 from selfspec.cli.origin import check_origin, origin
 from selfspec.cli.run_folders import as_plain, run_folder, typed
@@ -77,7 +77,8 @@ def asked(
 def _loaded(run: Measurement, config: DictConfig) -> Spec:
     """The drafter on its target. What is kept of a run names the engine that it had."""
     engine = chosen(run.engine, device_type(run.device))  # auto would change over while it is measured
-    spec = load(run.drafter, run.target, run.dtype, run.device, engine, trust_code=run.trust_code, width=run.width)
+    width = run.width if isinstance(run, Decoded) else None
+    spec = load(run.drafter, run.target, run.dtype, run.device, engine, trust_code=run.trust_code, width=width)
     config.engine = spec.target.engine.name
     return spec
 

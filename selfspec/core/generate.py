@@ -111,7 +111,8 @@ def _steps(
     rows = Rows(target, prompts, options, result.records, result.stopped)
     session = None if drafter is None else drafter.session(target, len(prompts))
     reads, cache = () if drafter is None else drafter.reads, rows.cache
-    alike = target.width is not None and same_bits(target, len(prompts), cache.capacity)
+    walks = ("greedy" if rows.noise is None else "sampled") if rows.walks else ""
+    alike = target.width is not None and same_bits(target, len(prompts), cache.capacity, reads, walks)
     rejected: Tensor | int = 0  # drafted tokens before the first accepted one
     try:
         rows.prefill(session, reads)
@@ -122,7 +123,7 @@ def _steps(
         while rows.alive:
             tree = _tree(session, rows, roots, tree, nodes)
             below = below or tree.start > 0
-            alike = alike and tree.start == 0 and tree.through is None
+            alike = alike and tree.start == 0 and tree.through is None and tree.tokens.shape[1] <= (target.width or 0)
             drafted = start if session is None else moment(device)
             noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
             out = (tree.through or target).forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
@@ -152,6 +153,8 @@ def _steps(
             start = moment(device)
     finally:
         cache.close()
+        if target.width is not None and not alike:  # some of what ran was no pass of this width
+            target.tried["aside",] = False
         stats.exact = LOSSY if options.relaxed else _exact(target, below, waits, alike)
         stats.compiled += target.compiled - compiled
         with suppress(RuntimeError):  # of a GPU that failed, which another error tells

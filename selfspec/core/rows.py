@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TemperatureLogitsWarper
 
 from selfspec.core.contract import Accepted, Session
@@ -96,9 +96,10 @@ class Rows:
             return None
         if self.noise is None:
             return WalkNoise()
-        width = None if self.target.engine.eager else self.target.width  # one compiled function for all trees
-        depths = width or self.target.engine.size(tree.levels + 1)
+        depths = self.target.engine.size(tree.levels + 1)
         values = self.noise.ahead([n + 1 for n in self.cache.lengths], depths, self.positions)
+        if self.target.width is not None and not self.target.engine.eager:  # one compiled function for all trees
+            values = nn.functional.pad(values, (0, 0, 0, max(0, self.target.width - depths)))
         return WalkNoise(values.contiguous(), self.temperature)
 
     def accepted(self, tree: DraftTree, out: Pass) -> tuple[list[list[int]], list[list[int]], Kept]:

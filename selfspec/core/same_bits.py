@@ -3,58 +3,72 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
+from selfspec.core.verify import WalkNoise
+from selfspec.engine.keys import float32_products
 
 _TEXTS, _DEPTH = 3, 5  # random texts that are tried, and the length of each one's path
 
 
 @torch.no_grad()
-def same_bits(target: Target, rows: int, capacity: int) -> bool:
+def same_bits(target: Target, rows: int, capacity: int, reads: tuple[int, ...] = (), walks: str = "") -> bool:
     """Whether random tokens have the same logits, bit for bit, on a path through a random tree and in passes over one
-    token after the other, in calls of so many rows and cache entries. Tried once for each."""
+    token after the other, in calls of so many rows and cache entries. Tried once for each, with the compiled functions
+    of the call. reads: layers that the drafter reads; walks: how passes walk their trees, "greedy", "sampled" or not at
+    all."""
 
-    def known() -> tuple[int, ...]:  # passes that are compiled later have other bits
+    def known() -> tuple[object, ...]:  # passes that are compiled later have other bits
         compiled = sum(what.startswith("tree_pass_alone") for what, _, _ in target.engine.made)
-        return rows, capacity, torch.get_num_threads(), compiled
+        return rows, capacity, reads, walks, torch.get_num_threads(), float32_products(), compiled
 
-    if known() not in target.tried:
-        alike = all(_alike(target, rows, capacity, text) for text in range(_TEXTS))
-        target.tried[known()] = alike
-    return target.tried[known()]
-
-
-def _alike(target: Target, rows: int, capacity: int, number: int) -> bool:
-    width = target.width or 1
-    g = torch.Generator().manual_seed(number)
-    before = 1 + (37 * number) % max(1, capacity - width - _DEPTH)  # the path begins at other places of a group
-    tokens = torch.randint(target.vocab_size, (rows, before + width), generator=g).to(target.device)
-    path = [0, *sorted(torch.randperm(width - 1, generator=g)[:_DEPTH].add(1).tolist())] if width > 1 else [0]
-    parents = torch.zeros(width, dtype=torch.long)
-    parents[0] = -1
-    for above, node in itertools.pairwise(path):
-        parents[node] = above
-    tree = trusted(tokens[:, before:], parents.to(target.device).expand(rows, -1).contiguous())
-    wanted = _ran(target, capacity, tokens[:, :before], [tree])[0][:, path]
-    plain = [chain(tokens[:, before + node, None]) for node in path]
-    found = torch.cat(_ran(target, capacity, tokens[:, :before], plain), 1)
-    return torch.equal(found, wanted)
+    while (now := known()) not in target.tried:  # again where something was compiled meanwhile
+        noise = None if not walks else WalkNoise()
+        if walks == "sampled":
+            nothing = torch.zeros(rows, target.width or 1, target.vocab_size, dtype=torch.float64, device=target.device)
+            noise = WalkNoise(nothing, torch.tensor(1.0, dtype=torch.float64, device=target.device))
+        trial = _Trial(target, rows, capacity, noise)
+        alike = all(trial.alike(text, reads) for text in range(_TEXTS))
+        if known() == now:
+            target.tried[now] = alike
+    return target.tried[now]
 
 
-def _ran(target: Target, capacity: int, prompt: Tensor, trees: list[DraftTree]) -> list[Tensor]:
-    """Logits of passes over these trees behind a prompt; the root of each is kept."""
-    rows, count = prompt.shape
-    cache = target.cache(rows, capacity, capacity)
-    target.forward(chain(prompt), cache, False, prompt=True)
-    cache.commit([[*range(count)]] * rows)
-    found = []
-    for tree in trees:
-        logits = target.forward(tree, cache).logits
-        assert logits is not None
-        found.append(logits)
-        cache.commit([[0]] * rows)
-    return found
+@dataclass(frozen=True)
+class _Trial:
+    target: Target
+    rows: int
+    capacity: int
+    noise: WalkNoise | None
+
+    def alike(self, number: int, reads: tuple[int, ...]) -> bool:
+        """Of one random text."""
+        target, width, g = self.target, self.target.width or 1, torch.Generator().manual_seed(number)
+        before = 1 + (37 * number) % max(1, self.capacity - width - _DEPTH)  # the path begins elsewhere in a group
+        tokens = torch.randint(target.vocab_size, (self.rows, before + width), generator=g).to(target.device)
+        path = [0, *sorted(torch.randperm(width - 1, generator=g)[:_DEPTH].add(1).tolist())]
+        parents = torch.zeros(width, dtype=torch.long)
+        parents[0] = -1
+        for above, node in itertools.pairwise(path):
+            parents[node] = above
+        tree = trusted(tokens[:, before:], parents.to(target.device).expand(self.rows, -1).contiguous())
+        plain = [chain(tokens[:, before + node, None]) for node in path]
+        wanted = self._logits(tokens[:, :before], [tree], reads)[:, path]
+        return torch.equal(self._logits(tokens[:, :before], plain, ()), wanted)
+
+    def _logits(self, prompt: Tensor, trees: list[DraftTree], reads: tuple[int, ...]) -> Tensor:
+        """Of passes over these trees behind a prompt, side by side; the root of each is kept."""
+        cache, found = self.target.cache(self.rows, self.capacity, self.capacity), list[Tensor]()
+        self.target.forward(chain(prompt), cache, False, prompt=True)
+        cache.commit([[*range(prompt.shape[1])]] * self.rows)
+        for tree in trees:
+            logits = self.target.forward(tree, cache, reads=reads, noise=self.noise).logits
+            assert logits is not None
+            found.append(logits.clone())  # of one node of the whole pass
+            cache.commit([[0]] * self.rows)
+        return torch.cat(found, 1)

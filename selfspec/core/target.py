@@ -70,7 +70,7 @@ class Target:
         self.changes = Changes(model)
         self.int8 = self.changes.int8  # whether some of its linear maps multiply in 8 bits
         self.width: int | None = None  # nodes of every pass; see `use_width`
-        self.tried: dict[tuple[int, ...], bool] = {}  # of calls of one width, see `width.same_bits`
+        self.tried: dict[tuple[object, ...], bool] = {}  # of calls of one width, see `same_bits`
         self.rebuilt = 0  # how often parts were built anew; other views of the model follow by it
         self._returns, self.engine = returns, engine or Engine()
         self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
@@ -106,7 +106,7 @@ class Target:
         changed, merged = self.changes.update(self.refused)
         if changed:
             self.forget()
-            self._parts, self._like = {}, None
+            self._parts, self._like, self.tried = {}, None, {}
             self._read_config()
             self.rebuilt += 1
         forget_changed({id(p) for p in self.model.parameters()} if merged else set())
@@ -162,7 +162,7 @@ class Target:
 
     def use_engine(self, name: str) -> None:
         """Run passes by the engine of this name from now on; see `engine_for` for the errors."""
-        self.engine = engine_for(name, self.device)
+        self.engine, self.tried = engine_for(name, self.device), {}
 
     def use_width(self, width: int | None) -> None:
         """Run `width` nodes in every pass from now on, so that a token has the same bits in each of them (see

@@ -64,6 +64,7 @@ def by_paths(
     lowest = torch.finfo(attention_mask.dtype).min
     near = attention_mask.expand(rows, -1, -1, -1).gather(3, slots[:, None]).masked_fill(hidden, lowest)
     mask = torch.cat([attention_mask.masked_fill(front, lowest), near], 3)
+    query = query * (width**-0.5 if scaling is None else scaling)  # before the product, which float16 might not hold
     grouped = query.reshape(rows, groups, heads // groups, nodes, width)
     far_scores = grouped.flatten(2, 3) @ key.transpose(2, 3)  # [B, G, heads of a group * N, S]
     along = slots.flatten(1)[:, None, :, None]
@@ -73,7 +74,7 @@ def by_paths(
     near_scores = grouped.transpose(2, 3) @ keys.transpose(3, 4)  # [B, G, N, heads of a group, W]
     scores = torch.cat([far_scores.unflatten(2, (-1, nodes)), near_scores.transpose(2, 3)], 4)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    scores = scores * (width**-0.5 if scaling is None else scaling) + mask[:, :, None]
+    scores = scores + mask[:, :, None]
     weights = scores.softmax(-1).to(value.dtype)
     out = (weights[..., :size].flatten(2, 3) @ value).unflatten(2, (-1, nodes))
     out = out + (weights[..., size:].transpose(2, 3) @ values).transpose(2, 3)

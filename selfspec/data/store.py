@@ -97,7 +97,9 @@ def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tup
             rows = (_by_span(document, tokenizer) for document in batch)
         for document, (ids, offsets) in zip(batch, rows, strict=True):
             if document.conversation and tokenizer.is_fast and (cuts := _straddled(document, offsets)):
-                ids, offsets = _in_pieces(document.text, cuts, tokenizer)
+                parts = _in_pieces(document.text, cuts, tokenizer)
+                # Some tokenizers put a space before every text, and so before every piece
+                ids, offsets = parts if tokenizer.decode(parts[0]) == tokenizer.decode(ids) else (ids, offsets)
             ids, mask = document.tokens or (ids, _counting(document, offsets))
             if ids[:1] != [separator] and not document.conversation:
                 ids, mask = [separator, *ids], [False, *mask]
