@@ -146,8 +146,7 @@ class Spec:
         Raises ValueError for a drafter that has nothing to upload: several joined, or one that trains nothing.
         """
         if not isinstance(self.drafter, Trained):
-            name = "+".join(self.drafter.sources)
-            raise ValueError(f"{name} has no checkpoint of its own to upload; load one trained drafter alone")
+            raise ValueError(f"{'+'.join(self.drafter.sources)} has no checkpoint of its own; load one trained drafter")
         places = [results] if isinstance(results, (str, Path)) else results
         with tempfile.TemporaryDirectory() as scratch:
             folder = self.source or Path(scratch) / "drafter"
@@ -277,9 +276,8 @@ def load(
     (auto: compiled where a compiler is found; on CPUs passes first run eagerly, and a thread compiles once they have
     taken 20 s); revision: of a drafter on the hub, else of the target there; trust_code: whether a checkpoint may
     name a drafter class of another package, which is then imported; width: nodes of every pass, plain ones included,
-    which makes 16-bit dtypes exact on library kernels too (docs/exactness.md; None: as many as are drafted); `loading`
-    goes to transformers' from_pretrained
-    (device_map, attn_implementation, ...).
+    which makes 16-bit dtypes exact on library kernels too (docs/exactness.md); `loading` goes to transformers'
+    from_pretrained (device_map, attn_implementation, ...).
 
     Raises FileNotFoundError and ValueError, naming what is wrong.
     """
@@ -299,7 +297,4 @@ def load(
         raise ValueError(
             f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or several of these joined by +"
         )
-    spec = Spec(*load_pair(str(drafter), target, dtype, device, engine, revision, trust_code, **loading))
-    if width is not None:
-        spec.target.use_width(width)
-    return spec
+    return Spec(*load_pair(str(drafter), target, dtype, device, engine, revision, trust_code, width, **loading))

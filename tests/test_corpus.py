@@ -13,9 +13,10 @@ from selfspec.data.chat import Chat
 from selfspec.data.corpus import EVALUATION, VALIDATION, Document, PythonSource, TextFolder
 from selfspec.data.cut_prompts import cut_prompts
 from selfspec.data.documents import _digest
+from selfspec.data.encoded import beginning
 from selfspec.data.packing import Packed, openings
 from selfspec.data.records import Hub, JsonLines, Parquet, files_of
-from selfspec.data.store import beginning, stored, tokenize
+from selfspec.data.store import stored, tokenize
 from selfspec.training.distill import _Source
 from selfspec.training.states import documents_of as parts_of
 from selfspec.training.states import key_of

@@ -100,11 +100,12 @@ def load_pair(
     engine: str = "eager",
     revision: str | None = None,
     trust: bool = False,
+    width: int | None = None,
     **loading: Any,
 ) -> tuple[Target, Drafter, Tokenizer | None, Path | None]:
     """A target, a drafter for it, the tokenizer (None where there is none), and the folder of a single checkpoint. The
     target is the one given or the one that the first trained drafter names. revision: of a drafter on the hub, or,
-    where none is, of the target.
+    where none is, of the target; width: see `Target.use_width`.
 
     Raises ValueError and FileNotFoundError as `load_target` and `find_drafter` do.
     """
@@ -137,6 +138,8 @@ def load_pair(
     if target is None and on_hub(str(source)):  # what lies here is held against the weights' hash
         theirs = meta.get("revision")
     frozen, tokenizer = load_target(source, dtype, device, theirs, engine, **loading)
+    if width is not None:
+        frozen.use_width(width)
     for folder in ours:
         check_tokenizer(folder, read_meta(folder), tokenizer)
     home = ours[0] if ours and len(member_names(drafter)) == 1 else None

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from selfspec.core.memory import enough, own_storage, zeros
-from selfspec.core.pass_cache import KV, Buffer, Buffers, places_of
-from selfspec.core.recurrent.mixers import LayerState, replayed
+from selfspec.core.pass_cache import KV, Buffer, Buffers, TextCache, places_of
+from selfspec.core.recurrent.mixers import LayerState, over_trees, replayed
+from selfspec.core.support import cache_name, decoder_of, unhooked
 from selfspec.core.verify import Kept
 from selfspec.engine.engine import Engine
 from selfspec.engine.keys import bucket
@@ -34,6 +36,20 @@ def compact(stores: list[Tensor], lengths: Tensor, paths: Tensor) -> None:
         )
         flat = store.view(-1, width)
         flat.index_copy_(0, place, flat.index_select(0, source))
+
+
+@torch.no_grad()
+def one_token(
+    model: PreTrainedModel, layers: int, device: torch.device
+) -> tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]]:
+    """Keys and values [1, heads, 1, D] of one token in each layer, by which buffers are made, and what layers with a
+    state keep of one row at the beginning."""
+    cache, ids = TextCache(layers, kept=True), torch.zeros(1, 2, dtype=torch.long, device=device)
+    decoder = decoder_of(unhooked(model))
+    over_trees(decoder)
+    decoder(input_ids=ids, use_cache=True, **{cache_name(decoder): cache})
+    pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    return [None if k is None or v is None else (k[:, :, :1], v[:, :, :1]) for k, v in pairs], cache.beginning()
 
 
 class KVCache:

@@ -61,6 +61,14 @@ def read_output(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: di
     _cache_of(args, kwargs).outputs[index] = output if isinstance(output, Tensor) else output[0]
 
 
+def last_output(model: nn.Module, outputs: dict[int, Tensor], last: int) -> Tensor:
+    """Of a pass, the last layer's. Raises ValueError where the model's forward is not its own: its decoder was not
+    called with the cache."""
+    if last not in outputs:
+        raise ValueError(f"the forward of {type(model).__name__} was replaced; load the model as it came")
+    return outputs[last]
+
+
 class Part(NamedTuple):
     """Some layers of a target, as passes run them. module: the view, or its decoder where no logits are wanted;
     windows: by layer type; last: the largest position; dtype: of masks; cache_name: of its

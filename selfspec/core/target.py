@@ -12,21 +12,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.core import support
-from selfspec.core.cache import KVCache
+from selfspec.core.cache import KVCache, one_token
 from selfspec.core.changes import Changes
 from selfspec.core.masks import restarting, within
 from selfspec.core.pass_cache import TextCache
-from selfspec.core.passes import Entry, Part, Pass, Skipped, by_type, read_output, sized, tree_pass_alone
+from selfspec.core.passes import Entry, Part, Pass, Skipped, by_type, last_output, read_output, sized, tree_pass_alone
 from selfspec.core.quantized import Int8Linear
 from selfspec.core.recurrent.mixers import LayerState, mixers, over_trees
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
-from selfspec.core.width import attend_by_paths, refusal
+from selfspec.core.width import attend_by_paths, check_width
 from selfspec.engine.choose import engine_for
 from selfspec.engine.engine import Engine
 from selfspec.engine.kernels.weights import forget_changed
 from selfspec.engine.keys import ROUNDS, float32_products
-from selfspec.utils.checks import integer
 from selfspec.utils.exactness import EXACT, ROUNDED, TESTED, exactness
 
 
@@ -62,7 +61,6 @@ class Target:
         self.n_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.out_features
-        self._read_config()
         # Whether its decoder is not in memory, but for single tensors
         self.partial = any(p.is_meta for p in self.decoder.parameters()) and self.device.type != "meta"
         self.recurrent = any(True for _ in mixers(self.decoder))  # whether some layers keep a state
@@ -71,14 +69,18 @@ class Target:
         self.int8 = self.changes.int8  # whether some of its linear maps multiply in 8 bits
         self.width: int | None = None  # nodes of every pass; see `use_width`
         self.tried: dict[tuple[object, ...], bool] = {}  # of calls of one width, see `same_bits`
-        self.rebuilt = 0  # how often parts were built anew; other views of the model follow by it
+        self.rebuilt = -1  # how often parts were built anew; other views of the model follow by it
         self._returns, self.engine = returns, engine or Engine()
         self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
+        self._rebuild()
 
-    def _read_config(self) -> None:
-        config = self.model.config.get_text_config()
+    def _rebuild(self) -> None:
+        """Read the config as it is now; parts are made anew."""
+        self.forget()
+        self._parts, self._like, self.tried = {}, None, {}
         self.max_positions, self.limited_by = support.longest_context(self.model)
-        self.window, self.layer_types, self.windows = support.attention_types(config)
+        self.window, self.layer_types, self.windows = support.attention_types(self.model.config.get_text_config())
+        self.rebuilt += 1
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -98,17 +100,12 @@ class Target:
         return "int8" if self.int8 else str(self.dtype).removeprefix("torch.")
 
     def check(self) -> None:
-        """At the start of every call: parts follow what was hooked into the model or changed in its structure since.
-
-        Raises ValueError where the model was cast, moved, resized or set to training after it was loaded.
-        """
+        """At the start of every call: parts follow what was hooked into the model or changed on it since. Raises
+        ValueError where it was cast, moved, resized or set to training after it was loaded."""
         self.changes.check()
         changed, merged = self.changes.update(self.refused)
         if changed:
-            self.forget()
-            self._parts, self._like, self.tried = {}, None, {}
-            self._read_config()
-            self.rebuilt += 1
+            self._rebuild()
         forget_changed({id(p) for p in self.model.parameters()} if merged else set())
         for part in self.model.modules() if self.int8 else ():
             if isinstance(part, Int8Linear):
@@ -150,10 +147,10 @@ class Target:
     @property
     def exactness(self) -> str:
         """What holds of speculative output in this dtype and engine, as a line for users."""
-        engine = self.engine
+        engine, tried = self.engine, self.tried
         waits = ROUNDS and engine.waited > 0 and not (engine.made or engine.varying or self.recurrent)
-        exact = EXACT if self.tried and all(self.tried.values()) else self.exact
-        return exactness(f"{self.dtype_name}, {self.engine.name} engine", exact, waits)
+        exact = EXACT if tried and all(tried.values()) else self.exact
+        return exactness(f"{self.dtype_name}, {engine.name} engine", exact, waits)
 
     @property
     def compiled(self) -> int:
@@ -165,17 +162,12 @@ class Target:
         self.engine, self.tried = engine_for(name, self.device), {}
 
     def use_width(self, width: int | None) -> None:
-        """Run `width` nodes in every pass from now on, so that a token has the same bits in each of them (see
-        `selfspec.core.width`). Raises ValueError for a width that is not from 2 to 256, and for a target that can not.
-        """
-        if width is not None and not 2 <= integer("width", width) <= 256:
-            raise ValueError(f"width={width} must lie between 2 and 256: nodes of every pass")
-        if width is not None and (why := refusal(self.model, self.decoder, self.recurrent)):
-            raise ValueError(f"width={width}: {self.name!r} {why}; leave width out")
-        self.width, self.tried = width, {}
-        self.forget()
-        self._parts = {}
-        self.rebuilt += 1
+        """Run `width` nodes in every pass from now on, so that a token has the same bits in each of them; see
+        `selfspec.core.width.check_width` for the errors."""
+        if width is not None:
+            check_width(width, self.model, self.decoder, self.recurrent)
+        self.width = width
+        self._rebuild()
 
     def check_drafter(self, drafter: object) -> None:
         """Raises ValueError for a drafter that can not draft for this target."""
@@ -188,22 +180,12 @@ class Target:
         """An empty cache for `capacity` entries a row; its first pass raises MemoryError where `limit` entries would
         not fit."""
         like, states = self._one_token()
-        fixed = self.width is not None
-        return KVCache(like, rows, limit if fixed else capacity, limit, self.engine, self.device, states, fixed)
+        more = limit, self.engine, self.device, states, self.width is not None
+        return KVCache(like, rows, limit if self.width else capacity, *more)
 
-    @torch.no_grad()
     def _one_token(self) -> tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]]:
-        """Keys and values [1, heads, 1, D] of one token in each layer, by which buffers are made, and what layers with
-        a state keep of one row at the beginning."""
         if self._like is None:
-            cache = TextCache(self.n_layers, kept=True)
-            ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-            decoder = support.decoder_of(support.unhooked(self.model))
-            over_trees(decoder)
-            decoder(input_ids=ids, use_cache=True, **{support.cache_name(decoder): cache})
-            pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
-            like = [None if k is None or v is None else (k[:, :, :1], v[:, :, :1]) for k, v in pairs]
-            self._like = like, cache.beginning()
+            self._like = one_token(self.model, self.n_layers, self.device)
         return self._like
 
     def part(self, start: int, stop: int, reads: tuple[int, ...] = (), logits: bool = True) -> Part:
@@ -232,8 +214,7 @@ class Target:
     def _taken_as(self, module: nn.Module) -> Part:
         takes = "position_ids" in inspect.signature(module.forward).parameters
         longest = (self.max_positions or 2**62) - 1
-        width = self.width or 0
-        return Part(module, self.windows, longest, self.dtype, support.cache_name(module), takes, width)
+        return Part(module, self.windows, longest, self.dtype, support.cache_name(module), takes, self.width or 0)
 
     def forward(
         self,
@@ -270,19 +251,12 @@ class Target:
         arguments = part, kv, hidden, tokens, parents, 0, noise
         out, outputs, walked, left = self.engine.run(tree_pass_alone, *arguments, compiled=not prompt)
         cache.leave(left)
-        self._check_outputs(outputs, start, stop)
         outputs = {layer: states[:rows, :nodes] for layer, states in outputs.items()}
-        if hidden is not None:
-            outputs[start - 1] = hidden[:rows, :nodes]
-        features, final = {i: outputs[i] for i in reads}, outputs[-1 if stop == self.n_layers else stop - 1]
-        if out is not None:
-            out = out[:rows, :nodes]
-        return Pass(out, final, features, None if walked is None else walked[:rows])
-
-    def _check_outputs(self, outputs: dict[int, Tensor], start: int, stop: int) -> None:
-        """Raises ValueError where the model's forward is not its own: its decoder was not called with the cache."""
-        if (-1 if stop == self.n_layers else stop - 1) not in outputs:
-            raise ValueError(f"the forward of {type(self.model).__name__} was replaced; load the model as it came")
+        final = last_output(self.model, outputs, -1 if stop == self.n_layers else stop - 1)
+        outputs |= {} if hidden is None else {start - 1: hidden[:rows, :nodes]}
+        features = {i: outputs[i] for i in reads}
+        out, walked = (None if one is None else one[:rows] for one in (out, walked))
+        return Pass(None if out is None else out[:, :nodes], final, features, walked)
 
     def text(
         self,
@@ -318,8 +292,7 @@ class Target:
         outputs = {layer: states.to(tokens.device) for layer, states in cache.outputs.items()}
         outputs |= {} if hidden is None else {start - 1: hidden}
         cache.entering, cache.outputs = None, {}
-        self._check_outputs(outputs, start, stop)
-        final = outputs[-1 if stop == self.n_layers else stop - 1]
+        final = last_output(self.model, outputs, -1 if stop == self.n_layers else stop - 1)
         return Pass(out.logits if whole else None, final, {i: outputs[i] for i in reads})
 
     def per_type(self, mask: Callable[[int | None], Tensor]) -> Any:

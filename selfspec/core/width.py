@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from selfspec.utils.checks import integer
+
 _NAME = "selfspec_by_paths"
 
 
@@ -94,6 +96,15 @@ def refusal(model: PreTrainedModel, decoder: nn.Module, recurrent: bool) -> str:
     if not all(any(one.kind is one.VAR_KEYWORD for one in parameters) for parameters in takes):
         return "takes no keywords for its attention"
     return ""
+
+
+def check_width(width: int, model: PreTrainedModel, decoder: nn.Module, recurrent: bool) -> None:
+    """Raises ValueError for a width that is not from 2 to 256, and for a model that it does not serve; see
+    `refusal`."""
+    if not 2 <= integer("width", width) <= 256:
+        raise ValueError(f"width={width} must lie between 2 and 256: nodes of every pass")
+    if why := refusal(model, decoder, recurrent):
+        raise ValueError(f"width={width}: {type(model).__name__} {why}; leave width out")
 
 
 def attend_by_paths(model: PreTrainedModel) -> None:

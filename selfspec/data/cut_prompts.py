@@ -6,8 +6,9 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
+from selfspec.data.encoded import beginning
 from selfspec.data.packing import openings, share_of_questions
-from selfspec.data.store import Corpus, beginning
+from selfspec.data.store import Corpus
 
 
 def cut_prompts(

@@ -287,8 +287,7 @@ def _forked() -> None:
         engine._worker, engine._starting, engine._lock = None, threading.Lock(), threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+getattr(os, "register_at_fork", lambda **_: None)(after_in_child=_forked)  # there is none on Windows
 
 
 def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, str]:

@@ -30,9 +30,10 @@ from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import PythonSource
+from selfspec.data.encoded import beginning
 from selfspec.data.instructions import edits
 from selfspec.data.own_questions import Template, answer_temperature, check_own_questions, first_paragraph, usable
-from selfspec.data.store import Corpus, beginning, in_a_row
+from selfspec.data.store import Corpus, in_a_row
 from selfspec.data.tasks import EDITS, MOST
 from selfspec.training import shard
 from selfspec.training.conversations import Conversation, Rules, write_conversations
