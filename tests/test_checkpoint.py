@@ -12,17 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from selfspec.checkpoints.drafter_folder import load_drafter, read_meta, save_drafter
 from selfspec.checkpoints.load_target import load_target
-from selfspec.checkpoints.weights_hash import (
-    changed,
-    model_hash,
-    settings_of,
-    target_hash,
-    tokenizer_hash,
-    weights_hash,
-)
+from selfspec.checkpoints.weights_hash import model_hash, settings_of, target_hash, tokenizer_hash, weights_hash
 from selfspec.core.target import Target
 from selfspec.drafters.registry import drafter_class
 from selfspec.training.pretrain import train_tokenizer
+from selfspec.utils.files import differences
 
 
 @pytest.fixture
@@ -146,13 +140,13 @@ def test_saving_over_an_old_folder_replaces_it_whole(folder, tiny_folder):
 def test_a_target_is_known_by_its_settings_too():
     """The same weights with another config or other end tokens compute something else; a default that is written out
     does not count, nor what changes no output."""
-    odd = {"rms_norm_eps": 0.25}
-    targets = [Target(tiny_model(dtype=torch.float32, **more)) for more in ({}, {"attention_bias": False}, odd)]
+    eps = {"rms_norm_eps": 0.25}
+    targets = [Target(tiny_model(dtype=torch.float32, **more)) for more in ({}, {"attention_bias": False}, eps)]
     targets[1].model.config.initializer_range = 0.5
     targets.append(Target(tiny_model(dtype=torch.float32)))
     targets[3].model.generation_config.eos_token_id = [0, 7]
     assert len({target_hash(target) for target in targets}) == 1
     assert model_hash(targets[0]) == model_hash(targets[1])
     assert len({model_hash(target) for target in targets}) == 3
-    differences = changed(*(settings_of(target) for target in targets[::2]))
-    assert differences == "rms_norm_eps was the default, now 0.25"
+    odd = differences(*(settings_of(target) for target in targets[::2]))
+    assert odd == ["rms_norm_eps was the default, now 0.25"]

@@ -103,14 +103,6 @@ def model_hash(target: Target) -> str:
     return hashlib.sha256(f"{target_hash(target)} {settings}".encode()).hexdigest()
 
 
-def changed(before: Figures, now: Figures) -> str:
-    """The settings that differ, with both values; empty where none does."""
-    names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
-    return "; ".join(
-        f"{name} was {before.get(name, 'the default')}, now {now.get(name, 'the default')}" for name in names
-    )
-
-
 def parts_hash(target: Target) -> str:
     """The same of what stands outside the layers: embeddings, final norm, lm_head."""
     return target.saved_parts or parts_of(target.model)

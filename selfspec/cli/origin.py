@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from selfspec.checkpoints.loading import members_of
-from selfspec.checkpoints.weights_hash import changed, drafter_hash, settings_of, target_hash
+from selfspec.checkpoints.weights_hash import drafter_hash, settings_of, target_hash
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter
 from selfspec.utils.errors import command_line
-from selfspec.utils.files import ORIGIN, Figures, code_hash, read_json, write_text
+from selfspec.utils.files import ORIGIN, Figures, code_hash, differences, read_json, write_text
 from selfspec.utils.machine import device_name
 
 _MEASURED = ("core", "engine", "drafters", "budget")  # folders of code that decodes
@@ -53,7 +53,7 @@ def check_origin(
     before = read_json(path) if begun.exists() else {}
     before.pop("engines", None)  # of an older version, all in one
     for key in (key for key in now if before.get(key, now[key]) != now[key]):
-        what = changed(before[key], now[key]) if key == "settings" else f"{before[key]}, now {now[key]}"
+        what = "; ".join(differences(before[key], now[key])) if key == "settings" else f"{before[key]}, now {now[key]}"
         said = f"{begun} was measured with another {'target' if key == 'settings' else key} ({what})"
         if key == "code":  # a change may be of what is not measured
             print(f"warning: {said}; figures of before and now may not be alike")

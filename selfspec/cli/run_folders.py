@@ -16,7 +16,7 @@ from selfspec.checkpoints.drafter_folder import RENAMED
 from selfspec.training.checkpoint import saved_config
 from selfspec.training.loop_config import LoopConfig
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import ORIGIN, Figures, is_main_process, write_text
+from selfspec.utils.files import ORIGIN, Figures, differences, is_main_process, write_text
 from selfspec.utils.tracking import flat, whole_lines
 
 R = TypeVar("R")
@@ -93,20 +93,17 @@ def check_same(path: Path, plain: Figures, free: Sequence[str] = FREE, kept: Fig
     free = *free, *_ALWAYS
     before, now = dict(flat(saved)), dict(flat(plain))  # type: ignore[arg-type]
     before = {_present_name(key): value for key, value in before.items() if _GONE.get(key, ...) != value}
-    changed = [
-        key
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(f"{key}/".startswith(f.replace(".", "/") + "/") for f in free)
-    ]
-    if changed:
-        differences = "; ".join(
-            f"{key.replace('/', '.')} was {before.get(key, 'not there')}, now {now.get(key, 'not there')}"
-            for key in changed[:_NAMED]
-        )
+    held = [f.replace(".", "/") + "/" for f in free]
+    before, now = (
+        {key.replace("/", "."): value for key, value in one.items() if not any(f"{key}/".startswith(f) for f in held)}
+        for one in (before, now)
+    )
+    if changed := differences(before, now, "not there"):
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+        said = "; ".join(changed[:_NAMED]) + more
         raise ValueError(
-            f"{path.parent} holds a run with another configuration: {differences}{more}; give what it had, or choose "
-            "another name= (another hydra.run.dir=, where that was given)"
+            f"{path.parent} holds a run with another configuration: {said}; give what it had, or choose another name= "
+            "(another hydra.run.dir=, where that was given)"
         )
 
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from selfspec.core.quantized import has_int8
 
-# Of PEFT's layers: what a view copies, and which adapters are in the weights
 _VALUES = {str, int, float, bool, type(None), tuple, list, dict}  # of a config
 _HELD = {str, int, float, bool, type(None), Tensor}  # by modules
+# Of PEFT's layers: what a view copies, and which adapters are in the weights
 _ADAPTER_STATE, _MERGED = ("_disable_adapters", "_active_adapter", "scaling"), "merged_adapters"
 
 

@@ -111,8 +111,10 @@ def _steps(
     rows = Rows(target, prompts, options, result.records, result.stopped)
     session = None if drafter is None else drafter.session(target, len(prompts))
     reads, cache = () if drafter is None else drafter.reads, rows.cache
-    walks = ("greedy" if rows.noise is None else "sampled") if rows.walks else ""
-    alike = target.width is not None and same_bits(target, len(prompts), cache.capacity, reads, walks)
+    alike = False
+    if target.width is not None:
+        walks = ("greedy" if rows.noise is None else "sampled") if rows.walks else ""
+        alike, begun = same_bits(target, len(prompts), cache.capacity, reads, walks), moment(device)
     rejected: Tensor | int = 0  # drafted tokens before the first accepted one
     try:
         rows.prefill(session, reads)

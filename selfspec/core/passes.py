@@ -81,7 +81,7 @@ class Part(NamedTuple):
     dtype: torch.dtype
     cache_name: str
     takes_positions: bool
-    width: int = 0
+    width: int
 
     def masks(self, of_windows: list[Tensor]) -> Any:
         """As the module takes masks, one for each of the windows."""

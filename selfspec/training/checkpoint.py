@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from selfspec.checkpoints.weights_hash import changed
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training import shard
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import Figures, atomic, digest
+from selfspec.utils.files import Figures, atomic, differences, digest
 
 
 def checkpoint_path(folder: Path) -> Path:
@@ -116,8 +115,9 @@ class Checkpoint:
     def _take(self, saved_run: Figures) -> tuple[State, list[str]]:
         before = saved_run.get("target") or self.target
         before = before if isinstance(before, dict) else {**self.target, "weights": before}  # of an older version
-        if differences := changed(before, self.target):
-            what = "weights" if before.get("weights") != self.target.get("weights") else f"settings ({differences})"
+        if odd := differences(before, self.target):
+            same = before.get("weights") == self.target.get("weights")
+            what = f"settings ({'; '.join(odd)})" if same else "weights"
             raise ValueError(
                 f"{self.path}: the target's {what} are not those of the steps before; bring them back, or choose "
                 "another name="

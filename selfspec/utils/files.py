@@ -110,6 +110,12 @@ def read_json(path: Path) -> Figures:
     return found
 
 
+def differences(before: Figures, now: Figures, absent: str = "the default") -> list[str]:
+    """What differs of two configs, value by value. absent: what stands for a value that is not there."""
+    names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    return [f"{name} was {before.get(name, absent)}, now {now.get(name, absent)}" for name in names]
+
+
 def parse_json(text: str, **settings: Any) -> Any:
     """The value of a text in JSON. settings: of json.loads. Raises ValueError for what is none, is nested too deep, or
     holds an integer that no figure or size needs."""
