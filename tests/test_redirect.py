@@ -15,7 +15,7 @@ from selfspec.core.options import Options
 from selfspec.core.quantized import quantize
 from selfspec.core.target import Target
 from selfspec.engine.engine import Engine
-from selfspec.engine.kernels import redirect, skinny_gemm
+from selfspec.engine.kernels import invariant, redirect, skinny_gemm
 from selfspec.engine.kernels.native import has_compiler, served
 from selfspec.engine.kernels.redirect import Redirected
 
@@ -165,3 +165,42 @@ def test_operations_that_vary_are_named(operation, given, varies):
         operation(x.to(torch.float64))
         operation(x.to(given))
     assert bool(seen.varying) == varies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_functions_that_are_called_row_invariant_are(dtype):
+    """Each row alone, in pairs and beside eight others; of functions of one tensor, and of two."""
+    tried, g = set(), torch.Generator().manual_seed(0)
+    names = f"{invariant._COMPUTES} {invariant._SUMS}".split()
+    for name in {*names, *invariant._HALF, *invariant._SINGLE}:
+        function = getattr(torch, name, None) or getattr(F, name, None)
+        if function is None or not invariant.row_invariant(name, 8 * dtype.itemsize):
+            continue
+        for width in (5, 48, 3001):
+            x = (3 * torch.randn(9, width, generator=g)).to(dtype)
+            more = () if name in [*invariant._COMPUTES.split(), *invariant._SINGLE] else (-1,)
+            for given in ((x, *more), (x, 1.7), (x, x.flip(-1))):
+                try:
+                    whole = function(*given)
+                except (TypeError, RuntimeError, AttributeError):
+                    continue
+                if not isinstance(whole, Tensor) or whole.shape[:1] != (9,):
+                    continue
+                for rows in (slice(3, 4), slice(8, 9), slice(2, 4)):
+                    part = function(*(one[rows].clone() if isinstance(one, Tensor) else one for one in given))
+                    same = torch.isclose(part, whole[rows], 0, 0, equal_nan=True).all()
+                    assert same, (name, width, rows)
+                tried.add(name)
+                break
+    assert len(tried) > 60
+
+
+@here
+def test_what_nobody_measured_is_not_called_exact():
+    """A function of another package in a hook; one whose vectors have other bits."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    for function in (torch.logaddexp, lambda a, b: F.cosine_similarity(a, b, -1)[..., None]):
+        target = Target(tiny_model("llama", **sizes).to(torch.bfloat16))
+        assert autoregressive(target, [[5, 9, 2]], Options(2)).stats.exact == "by construction"
+        target.layers[0].mlp.register_forward_hook(lambda m, a, out, f=function: out + f(out, out))
+        assert autoregressive(target, [[5, 9, 2]], Options(2)).stats.exact == "up to rounding"

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.lowering import fallbacks, lowerings
 
 from selfspec.engine.kernels import int8, lowering, skinny_gemm
+from selfspec.engine.kernels.invariant import row_invariant
 from selfspec.engine.kernels.native import SOURCES, served
 from selfspec.engine.kernels.skinny_gemm import MOST, SLOTS, STEP
 from selfspec.engine.keys import ROUNDS
@@ -42,8 +44,8 @@ def options() -> dict[str, Any]:
 
 class FewRows(CustomGraphPass):
     """Rewrites a graph of aten operations: what the kernels serve is run by them. Up to three products that read the
-    same rows, and inputs of the graph as weights, are one call. varying: names of the products and attentions that are
-    left to the library, whose rows may depend on how many there are."""
+    same rows, and inputs of the graph as weights, are one call. varying: names of what is left to the library and
+    whose rows may depend on how many there are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,13 +82,18 @@ class FewRows(CustomGraphPass):
 
 
 def _varies(node: fx.Node) -> bool:
-    """Whether this is a product of more than one term, a convolution or an attention of the library."""
+    """Whether this is a product of more than one term, or left to a library that may vary."""
     if node.target == _int8_rows:
         return not int8.has_kernel()
-    name = str(node.target).split(".")[1] if str(node.target).startswith(("aten.", "mkldnn.")) else ""
-    if not re.search(r"mm$|mm_|attention|convolution|linear", name):
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "selfspec":
         return False
-    return not (name in ("mm", "bmm") and node.args[0].meta["val"].shape[-1] == 1)  # type: ignore[union-attr]
+    name = node.target._schema.name.split("::")[1]
+    if re.search(r"mm$|mm_|attention|convolution|linear", name):
+        return not (name in ("mm", "bmm") and node.args[0].meta["val"].shape[-1] == 1)  # type: ignore[union-attr]
+    generated = node.target in lowerings and node.target not in fallbacks
+    return not generated and not row_invariant(name)
 
 
 def _alike(*parts: Tensor) -> bool:

@@ -16,23 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from selfspec.engine.kernels.int8 import has_kernel
+from selfspec.engine.kernels.invariant import row_invariant
 from selfspec.engine.kernels.native import binding, has_compiler, served
 from selfspec.engine.kernels.skinny_gemm import MOST, SLOTS, STEP, few_queries, multiply_in_place
 
 _linear, _attention = torch._C._nn.linear, torch._C._nn.scaled_dot_product_attention
-# Functions whose rows the library may compute differently from one number of rows to another, by name. In bfloat16 its
-# GELU has other bits where a vector is not full.
-_PRODUCTS = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm"}
-_VARYING = {"scaled_dot_product_attention", "multi_head_attention_forward", "bilinear", "conv1d", "conv2d", "einsum"}
-_VARYING |= {"addmm", "baddbmm", "mv", "inner", "tensordot", "_grouped_mm", "grouped_mm", "gelu", "multi_dot"}
-_VARYING |= {"chain_matmul", "conv_transpose1d", "conv_transpose2d", "addbmm", "vecdot", "cdist"}
-# Those that are so in some dtypes: of 16 bits, and float32
-_HALF = {"rsqrt", "pow", "__pow__", "logit"}
-_SINGLE = {"sigmoid", "silu", "softplus", "exp2", "logit", "pow", "__pow__", "mish", "elu", "celu", "selu", "sinh"}
-_SINGLE |= {"cosh"}
-_SOME = _HALF | _SINGLE
-
-_invariant: set[Any] = set()  # functions met whose rows do not depend on their number, and that no kernel replaces
+_PRODUCTS = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "int8_rows"}
+_invariant: set[Any] = set()  # functions met that are so for all numbers, and that no kernel replaces
 
 
 def redirected(modules: Iterable[nn.Module]) -> Redirected | None:
@@ -56,14 +46,6 @@ def _ready() -> bool:
     return True
 
 
-def _by_vectors(name: str, *args: Any) -> bool:
-    """Whether a function has other bits where a vector of the processor is full."""
-    given = next((arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()), None)
-    if given is None or ((name.endswith("pow__") or name == "pow") and args[1:] and args[1] in (1, 2, 3)):
-        return False
-    return name in (_HALF if given.dtype.itemsize == 2 else _SINGLE if given.dtype == torch.float32 else ())
-
-
 class Redirected(TorchFunctionMode):
     """varying: names of the operations left to the library whose rows may depend on how many there are."""
 
@@ -81,16 +63,18 @@ class Redirected(TorchFunctionMode):
             result = self.attention(*args, **kwargs)
         if result is not None:
             return result
-        name = getattr(function, "__name__", "").partition(".")[0].removeprefix("linalg_")  # of an overload
-        name = name if name.startswith("__") else name.rstrip("_")
-        one_term = bool(args) and isinstance(args[0], Tensor) and args[0].shape[-1:] == (1,)
-        if name in _VARYING or (name in _PRODUCTS and not one_term) or (name == "int8_rows" and not has_kernel()):
-            self.varying.add(name)
-        elif name in _SOME:
-            if _by_vectors(name, *args):
-                self.varying.add(name)
-        elif name not in _PRODUCTS and name != "int8_rows":
+        name = getattr(function, "__name__", "").partition(".")[0]  # of an overload
+        if name in _PRODUCTS:
+            one_term = bool(args) and isinstance(args[0], Tensor) and args[0].shape[-1:] == (1,)
+            same = has_kernel() if name == "int8_rows" else one_term
+        elif row_invariant(name):
             _invariant.add(function)
+            same = True
+        else:
+            first = next((arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()), None)
+            same = row_invariant(name, 0 if first is None else 8 * first.dtype.itemsize, *args[1:2])
+        if not same:
+            self.varying.add(name)
         return function(*args, **kwargs)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
