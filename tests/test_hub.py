@@ -99,12 +99,12 @@ def test_a_branch_is_asked_for_by_revision(hub, heads_folder, tmp_path):
 
 @pytest.mark.slow
 def test_an_exported_folder_on_the_hub_is_its_own_target(hub, heads_folder, tmp_path):
-    export(str(heads_folder), "transformers", tmp_path / "out")
+    export(f"{heads_folder}+prompt_lookup", "transformers", tmp_path / "out")
     paths = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     hub.files["user/whole", "main"] = {p.relative_to(tmp_path / "out").as_posix(): p.read_bytes() for p in paths}
     wanted = str(selfspec.load(str(heads_folder)).generate(PROMPT, 12).token_ids[0])
-    down = run("-c", LOADED, "user/whole", "", at=hub.url, home=tmp_path / "down")
-    assert down.stdout.strip() == wanted, down.stderr
+    down = run("-c", LOADED + "print(spec.drafter.sources)", "user/whole", "", at=hub.url, home=tmp_path / "down")
+    assert down.stdout.split("\n")[:2] == [wanted, "('medusa', 'prompt_lookup')"], down.stderr
 
 
 @pytest.mark.slow

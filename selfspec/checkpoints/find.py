@@ -122,10 +122,16 @@ def member_names(name: str) -> list[str]:
     """The drafters that a name stands for: several are joined by "+" and share one tree. An exported folder stands for
     all that draft there."""
     names = [part if exists(part) else part.strip() for part in split_at(name, "+", exists)]
-    for folder in [Path(name) for name in names if (Path(name) / EXPORTED).is_file()]:
-        members = str(read_json(folder / EXPORTED).get("drafter", OWN)).split("+")
-        names += [member for member in members if member not in (OWN, *names)]
+    for folder in map(Path, list(names)):
+        names += [member for member in exported_members(folder) if member not in names]
     return names
+
+
+def exported_members(folder: Path) -> list[str]:
+    """Who drafts in an exported folder beside its own drafter; none in other folders."""
+    path = folder / EXPORTED
+    members = str(read_json(path).get("drafter", OWN)).split("+") if path.is_file() else []
+    return [member for member in members if member != OWN]
 
 
 def split_at(text: str, mark: str, whole: Callable[[str], bool]) -> list[str]:

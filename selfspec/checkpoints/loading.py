@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import check_tokenizer, load_drafter, read_meta
-from selfspec.checkpoints.find import EXPORTED, drafter_folder, member_names, named_folder, on_hub
+from selfspec.checkpoints.find import EXPORTED, drafter_folder, exported_members, member_names, named_folder, on_hub
 from selfspec.checkpoints.formats import mtp
 from selfspec.checkpoints.formats.imported import named_target, published
 from selfspec.checkpoints.formats.imported import read as read_published
@@ -117,6 +117,9 @@ def load_pair(
         theirs, revision = revision, None
     places = {name: drafter_folder(name, revision) for name in names}
     folders = list(places.values())
+    for folder in [place for name, place in places.items() if on_hub(name)]:
+        more = [member for member in exported_members(folder.parent) if member not in member_names(drafter)]
+        drafter = "+".join([drafter, *more])
     ours = [folder for folder in folders if (folder / "drafter.json").is_file()]
     meta: Figures = {}
     if ours:

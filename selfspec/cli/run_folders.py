@@ -51,10 +51,10 @@ def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str
     if begun.name != "state.pt" and not begun.exists() and (folder / "train.jsonl").is_file():
         raise ValueError(f"{folder} holds a training, and no {begun.name}; give another folder or name=")
     if begun.exists():  # compared in all processes, none of which then waits for another
-        kept = saved_config(begun) if not path.exists() and begun.suffix == ".pt" else None
+        kept = saved_config(begun) if begun.suffix == ".pt" else None  # is it whole? before a target is loaded
         if kept is None and not path.exists():
             raise ValueError(f"{begun} is there, but no {path.name}; delete the folder, or choose another name=")
-        check_same(path, plain, free, kept)
+        check_same(path, plain, free, None if path.exists() else kept)
     if not is_main_process():
         yield plain
         return

@@ -40,11 +40,14 @@ def _load(path: Path) -> Figures:
         ) from error
     if not isinstance(saved, dict):
         raise ValueError(f"{path} is damaged; delete it to start over, or choose another name=")
+    if "digest" in saved and saved["digest"] != _digest(saved):
+        raise ValueError(f"{path} was changed on the disk: its hash differs; delete it to start over")
     return saved
 
 
 def saved_config(path: Path) -> Figures | None:
-    """The config of the run that a checkpoint is of; None for one that an older version wrote."""
+    """The config of the run that a checkpoint is of; None for one that an older version wrote. Raises ValueError for a
+    damaged file."""
     return _load(path).get("config")
 
 
@@ -105,8 +108,6 @@ class Checkpoint:
         if not self.path.exists():
             return State(), []
         saved_run = _load(self.path)
-        if "digest" in saved_run and saved_run["digest"] != _digest(saved_run):
-            raise ValueError(f"{self.path} was changed on the disk: its hash differs; delete it to start over")
         try:
             return self._take(saved_run)
         except (KeyError, TypeError, AttributeError) as error:
