@@ -104,7 +104,7 @@ def test_an_exported_folder_on_the_hub_is_its_own_target(hub, heads_folder, tmp_
     hub.files["user/whole", "main"] = {p.relative_to(tmp_path / "out").as_posix(): p.read_bytes() for p in paths}
     wanted = str(selfspec.load(str(heads_folder)).generate(PROMPT, 12).token_ids[0])
     down = run("-c", LOADED + "print(spec.drafter.sources)", "user/whole", "", at=hub.url, home=tmp_path / "down")
-    assert down.stdout.split("\n")[:2] == [wanted, "('medusa', 'prompt_lookup')"], down.stderr
+    assert down.stdout.split("\n")[:2] == [wanted, "('prompt_lookup', 'user/whole')"], down.stderr
 
 
 @pytest.mark.slow
