@@ -318,7 +318,9 @@ def test_prompts_are_those_that_decoding_has(special, tmp_path):
     assert len(prompts) == 4
     assert all(made.tokenizer.decode(ids).endswith("<|Assistant|><think>\n") for ids in prompts)
     asked = read_questions(Asking(prompts=4, prompt_tokens=8, max_new_tokens=8), made.tokenizer, source.train)
-    assert [list(question.ids) for question in asked] == prompts
+    assert sorted(list(ids) for question in asked for ids in question.ids) == sorted(prompts)
+    whole = read_questions(Asking(prompts=30, prompt_tokens=8, max_new_tokens=8), made.tokenizer, source.train)
+    assert [question.asks for question in whole] == [2] * 11, "turns of a conversation are one draw of the bootstrap"
     target = Target(tiny_model(vocab_size=len(made.tokenizer)))
     texts, _ = distill(target, corpus, DistillConfig(2, 64, 32, sampled=0.0), 0, tmp_path / "texts")
     for i in range(2):

@@ -64,6 +64,18 @@ def test_speedup_is_the_ratio_of_seconds_per_token():
     assert against(alone, [replace(r, seconds=4.0) for r in alone]) == found
 
 
+@pytest.mark.parametrize("questions", [2, 4, 8, 11])
+def test_intervals_of_few_questions_hold_the_ratio(questions):
+    """In 95 of 100 draws, of questions whose lengths and speedups are log-normal."""
+    generator, held = torch.Generator().manual_seed(0), 0
+    for _ in range(400):
+        tokens, slower = torch.randn(2, questions, generator=generator, dtype=torch.float64).mul(0.3).exp()
+        rows = [record(t * s, plain=(t, 1)) for t, s in zip(tokens.tolist(), slower.tolist(), strict=True)]
+        found = over_plain([replace(r, prompt=i, tokens=1) for i, r in enumerate(rows)])
+        held += found["low"] <= math.exp(-(0.3**2) / 2) <= found["high"]
+    assert 0.91 < held / 400 < 0.98
+
+
 def test_the_regime_of_a_text(heads_folder, monkeypatch):
     monkeypatch.setattr(measure, "_AT_ONCE", 16)
     spec = selfspec.load(str(heads_folder), dtype="float32")

@@ -63,9 +63,12 @@ def test_what_quanto_makes_is_served_or_refused_by_name(tmp_path, tokenizer, cap
         selfspec.load(str(tmp_path / "heads"), target=other, quantization_config=QuantoConfig(weights="int8"))
 
 
-def _write_gguf(gguf: Any, file: Path, kind: Any, left_out: str = "", factors: float | None = None) -> None:
+def _write_gguf(
+    gguf: Any, file: Path, kind: Any, left_out: str = "", factors: float | None = None, bias: bool = False, **more: int
+) -> None:
     """A Qwen2 of two layers with a vocabulary of bytes, its matrices in this form. left_out: how names of tensors begin
-    that are not written; factors: of rotary frequencies, as of Llama 3."""
+    that are not written; factors: of rotary frequencies, as of Llama 3; bias: one that Qwen2 does not have; more: other
+    settings, by the method that adds them."""
     vocab, width, generator = [chr(33 + i) for i in range(93)] + ['!"', "<s>", "</s>"], 64, np.random.default_rng(0)
     writer = gguf.GGUFWriter(file, "qwen2")
     writer.add_block_count(2)
@@ -83,6 +86,8 @@ def _write_gguf(gguf: Any, file: Path, kind: Any, left_out: str = "", factors: f
     writer.add_token_merges(['! "'])
     writer.add_bos_token_id(94)
     writer.add_eos_token_id(95)
+    for name, value in more.items():
+        getattr(writer, f"add_{name}")(value)
     sizes = {"token_embd": (len(vocab), width), "output": (len(vocab), width), "output_norm": (width,)}
     for layer in ("blk.0.", "blk.1."):
         sizes |= {f"{layer}{name}": (width,) for name in ("attn_norm", "ffn_norm")}
@@ -90,6 +95,8 @@ def _write_gguf(gguf: Any, file: Path, kind: Any, left_out: str = "", factors: f
         sizes |= {f"{layer}{name}": (width // 2, width) for name in ("attn_k", "attn_v")}
         sizes |= {f"{layer}ffn_down": (width, width)}
         sizes |= {f"{layer}attn_q.bias": (width,), f"{layer}attn_k.bias": (width // 2,), f"{layer}attn_v.bias": (32,)}
+    if bias:
+        sizes |= {"blk.0.attn_output.bias": (width,)}
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.full(8, factors, np.float32))
     for name, shape in sizes.items():
@@ -142,8 +149,19 @@ def test_a_gguf_file_that_is_read_in_part_is_refused(tmp_path, monkeypatch):
     refused(r"no weights for model\.layers\.1\..*merge the parts", load_target, str(tmp_path / "part.gguf"))
     _write_gguf(gguf, tmp_path / "llama3.gguf", kind, factors=8.0)
     refused("scales positions by rope_freqs", load_target, str(tmp_path / "llama3.gguf"))
-    _write_gguf(gguf, tmp_path / "plain.gguf", kind, factors=1.0)
-    assert load_target(str(tmp_path / "plain.gguf"))[0].n_layers == 2
+    for name, setting in {
+        "tensors, of which 64 numbers are left over": {"bias": True},
+        "qwen2.rope.dimension_count=8": {"rope_dimension_count": 8},
+        "qwen2.attention.sliding_window=32": {"sliding_window": 32},
+    }.items():
+        _write_gguf(gguf, tmp_path / f"{name}.gguf", kind, **setting)
+        message = f"transformers does not read its {name}; take the model's folder"
+        refused(message, load_target, str(tmp_path / f"{name}.gguf"))
+    settings = {"rope_freq_base": 5e4, "rope_dimension_count": 16, "eot_token_id": 94}
+    _write_gguf(gguf, tmp_path / "plain.gguf", kind, factors=1.0, **settings)
+    plain, _ = load_target(str(tmp_path / "plain.gguf"))
+    assert plain.model.config.rope_parameters["rope_theta"] == 5e4
+    assert plain.end_tokens == {94, 95}
 
 
 def test_a_gguf_file_that_is_damaged_or_has_no_room(tmp_path, monkeypatch):

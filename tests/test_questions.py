@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from conftest import SPEC_BENCH, compose_config, refused, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 import selfspec
 from selfspec.cli.evaluation_runs import run_show
@@ -253,7 +255,7 @@ def test_sets_have_groups_in_turn(tokenizer):
         refused(r"no group \['poems'\]; it has", ask, name, tokenizer, ["poems"])
     bare = train_tokenizer(["text"], 300)
     refused("has no chat template; give questions=source, or chat=false", ask, "instructions", bare)
-    assert bare.decode(list(ask("instructions", bare, prompts=1, chat=False)[0].ids)).startswith(
+    assert bare.decode(list(ask("instructions", bare, prompts=1, chat=False)[0].ids[0])).startswith(
         ("Rename", "Please", "In")
     )
 
@@ -463,6 +465,20 @@ def test_answers_side_by_side(heads_folder, source_root, capsys):
         .split(" | ", 1)
     )
     assert left.strip() == right.strip()
+
+
+def test_texts_that_may_have_been_trained_on_are_named(heads_folder, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    shutil.copytree(heads_folder, tmp_path / "run/drafter")
+    turns = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}"}] for i in range(20)]
+    talks = [{"messages": both} for both in turns]
+    data = {"_target_": "selfspec.data.records.JsonLines", "path": str(write_lines(tmp_path / "d.jsonl", talks))}
+    OmegaConf.save({"data": {**data, "validation_share": 0.05}}, tmp_path / "run/config.yaml")
+    asks = ["dtype=float32", "data=jsonl", f"data.path={data['path']}", "show.max_new_tokens=2", "show.prompts=2"]
+    for share, odd in {"0.05": False, "0.2": True}.items():
+        run_show(compose_config("show", f"drafter={tmp_path / 'run'}", *asks, f"data.validation_share={share}"))
+        said = "was trained with data.validation_share=0.05, and is asked with 0.2, of texts that it may"
+        assert (said in capsys.readouterr().out) == odd
 
 
 @pytest.mark.parametrize("keys", [("turns", "reference"), ("question", "answer")])

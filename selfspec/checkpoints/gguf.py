@@ -8,13 +8,17 @@ import io
 import shutil
 import sys
 from contextlib import nullcontext, redirect_stderr
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from selfspec.utils.files import atomic, cache_folder
 
-_FORM = 2  # of what is kept: before, a file of which transformers left out a part was taken
+_FORM = 3  # of what is kept: before, files were taken of which transformers read other settings, or no end of turns
 _SCALING, _NONE = ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"), ("none", 0, 1)
+_BESIDE = ("rope_freqs", "rope_factors")  # tensors that no layer has
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
+_SCALED = ((46, "gemma2"), (62, "gemma3"))  # layers of the models of 27B, whose attention is scaled otherwise
 _GROWTH = 8  # bytes on disk for one of a file's at most: four bits become 16, and a scratch copy may lie beside
 
 
@@ -34,7 +38,7 @@ def dequantized(file: Path, folder: Path | None = None, quiet: bool = False) -> 
         if not file.is_file():
             raise FileNotFoundError(f"target {str(file)!r} is not a file")
         state = file.stat()
-        key = f"{_FORM} {file.resolve()} {state.st_size} {state.st_mtime_ns}"
+        key = f"{_FORM} {version('transformers')} {file.resolve()} {state.st_size} {state.st_mtime_ns}"
         key = hashlib.sha256(key.encode()).hexdigest()[:16]
         folder = cache_folder() / "targets" / f"{file.stem}-{key}"
     if (folder / "config.json").is_file():
@@ -68,7 +72,7 @@ def _convert(file: Path, folder: Path) -> None:
         reader = GGUFReader(file)
         widest = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
         dtype = torch.float32 if widest <= {"F32", "F16"} else torch.bfloat16
-        tensors = [tensor for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
+        tensors = [tensor for tensor in reader.tensors if tensor.name.startswith(_BESIDE)]
         factors = [tensor.name for tensor in tensors if (tensor.data != 1).any()]
         given = {name: field.contents() for name, field in reader.fields.items() if name.endswith(_SCALING)}
         factors += [name for name, how in given.items() if how not in _NONE and not name.startswith("gpt-oss")]
@@ -81,6 +85,16 @@ def _convert(file: Path, folder: Path) -> None:
         if drawn := sorted(report["missing_keys"]):
             why = f"{target} holds no weights for {', '.join(drawn[:3])}"
             raise _Unread(f"{why}; merge the parts of a split file: llama-gguf-split --merge")
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        numbers = sum(int(t.n_elements) for t in reader.tensors if not t.name.startswith(_BESIDE))
+        kept = sum({part.data_ptr(): part.numel() for part in model.state_dict().values()}.values())
+        tied = model.get_input_embeddings().weight.numel()  # which a file may hold twice
+        odd = [] if numbers - kept in (0, tied) else [f"tensors, of which {numbers - kept} numbers are left over"]
+        if odd := odd + _other_settings(fields, model):
+            raise _Unread(f"{target}: transformers does not read its {odd[0]}; take the model's folder")
+        ends = {fields[f"tokenizer.ggml.{name}"] for name in _ENDS if f"tokenizer.ggml.{name}" in fields}
+        if len(ends) > 1:
+            model.generation_config.eos_token_id = sorted(ends)
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except _Unread:
         raise
@@ -91,3 +105,35 @@ def _convert(file: Path, folder: Path) -> None:
     with atomic(folder) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+
+
+def _other_settings(fields: dict[str, Any], model: Any) -> list[str]:
+    """What a file says, and the model that was made of it has otherwise."""
+    arch = fields.get("general.architecture")
+    said = {name: fields.get(f"{arch}.{name}") for name in ("rope.freq_base", "rope.dimension_count")}
+    said["attention.sliding_window"] = fields.get(f"{arch}.attention.sliding_window")
+    turned = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    has: dict[str, list[Any]] = {
+        "rope.freq_base": _values(model.config.to_dict(), "rope_theta"),
+        "rope.dimension_count": [2 * len(buffer) for buffer in turned],
+        "attention.sliding_window": _values(model.config.to_dict(), "sliding_window"),
+    }
+    odd = [
+        f"{arch}.{name}={value}"
+        for name, value in said.items()
+        if value and (turned or "rope" not in name) and not any(_near(value, one) for one in has[name])
+    ]
+    if (fields.get(f"{arch}.block_count"), arch) in _SCALED:
+        odd.append("scale of attention")
+    return odd
+
+
+def _values(config: Any, name: str) -> list[Any]:
+    """All values of this name in a config, however deep."""
+    if not isinstance(config, dict):
+        return []
+    return [config.get(name), *(value for part in config.values() for value in _values(part, name))]
+
+
+def _near(one: float, other: float | None) -> bool:
+    return other is not None and abs(one - other) <= 1e-5 * abs(one)

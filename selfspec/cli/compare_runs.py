@@ -49,7 +49,7 @@ def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Promp
         if groups != []:
             asked_so = name, groups, count, config.prompt_tokens, True, config.max_new_tokens
             asking = Answering(*asked_so, allow_code_execution=config.allow_code_execution)
-            prompts += asked(spec, data, asking, {}, config.seed, each=True)[1]
+            prompts += asked(spec, config.drafters, data, asking, {}, config.seed, each=True)[1]
     if not prompts:
         raise ValueError(
             f"compare.groups={config.groups} holds no group of compare.questions={config.questions}; give "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,7 +22,7 @@ from selfspec.checkpoints.loading import find_drafter, members_of
 from selfspec.cli.config import AuditRun, CalibrateRun, Decoded, EvalRun, LimitsRun, Measurement, ShowRun
 from selfspec.cli.help import config_folder
 from selfspec.cli.origin import check_origin, origin
-from selfspec.cli.run_folders import as_plain, run_folder, typed
+from selfspec.cli.run_folders import as_plain, run_folder, typed, warn_of_share
 from selfspec.cli.show import show
 from selfspec.cli.training_runs import build_data, tokenizer_of
 from selfspec.core.target import Target
@@ -50,24 +50,29 @@ _BESIDE = (*("name", "trust_code"), *(f"decode.{key}" for key in ("columns", "me
 
 
 def asked(
-    spec: Spec, data: DictConfig, asking: Asking, sampling: Figures, seed: int, each: bool = False
+    spec: Spec,
+    drafters: Iterable[str],
+    data: DictConfig,
+    asking: Asking,
+    sampling: Figures,
+    seed: int,
+    each: bool = False,
 ) -> tuple[list[Question], list[Prompt]]:
     """Questions of a measurement, and their turns as prompts; those that fill the context are named and left out.
-    sampling: how earlier turns are answered; each: so many questions of each group."""
+    drafters: that are measured; sampling: how earlier turns are answered; each: so many questions of each group."""
     tokenizer = tokenizer_of(spec.target, spec.tokenizer)
     source = build_data(data, tokenizer, spec.target)
     if asking.questions is None:
         asking = replace(asking, questions=source.questions if tokenizer.chat_template else "source")
     template = {**getattr(source, "chat_template_kwargs", {}), **asking.chat_template_kwargs}
     asking = replace(asking, chat_template_kwargs=template)
+    if asking.questions == "source":
+        warn_of_share(drafters, data)
     questions = read_questions(asking, tokenizer, source.evaluation, each)
-    counts = Counter(question.group for question in questions)
-    if each and (few := [f"{name} {n}" for name, n in counts.items() if n < asking.prompts]):
-        print(f"warning: prompts={asking.prompts} of each group, but there are {', '.join(few)}, which are used")
-    if len(questions) < asking.prompts and not each:
-        print(f"warning: prompts={asking.prompts}, but there are {len(questions)}, which are used")
-    arguments = {"max_new_tokens": asking.max_new_tokens, **sampling}
-    prompts, skipped = prompts_of(spec, questions, arguments, seed)
+    counts = Counter(q.group if each else "all" for q in questions for _ in q.ids or [q])
+    if few := ", ".join(f"{name} {n}" for name, n in counts.items() if n < asking.prompts):
+        print(f"warning: prompts={asking.prompts}, but there are {few.removeprefix('all ')}, which are used")
+    prompts, skipped = prompts_of(spec, questions, {"max_new_tokens": asking.max_new_tokens, **sampling}, seed)
     if skipped:
         turns = len(skipped) + len(prompts)
         print(f"{len(skipped)} of {turns} turns left out, since they fill the context: {'; '.join(skipped)}")
@@ -98,10 +103,9 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     again = False
     with suppress(Exception):  # of a config that is not there, or damaged, of which `check_same` tells
         again = OmegaConf.select(OmegaConf.load(folder / "config.yaml"), "decode.answers") == run.decode.answers
-    files = (
-        {} if run.decode.answers is None else points.answer_files(folder, run.decode.answers, run.decode.arms, again)
-    )
-    questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
+    answers, arms = run.decode.answers, run.decode.arms
+    files = {} if answers is None else points.answer_files(folder, answers, arms, again)
+    questions, prompts = asked(spec, [run.drafter], config.data, run.decode, run.decode.arguments(), run.decode.seed)
     if files:
         points.check_ids(questions)
     with run_folder(config, folder, path, _BESIDE) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
@@ -193,7 +197,7 @@ def run_show(config: DictConfig) -> None:
     """Answers side by side in the terminal; see `selfspec.cli.show`."""
     run = typed(ShowRun, config)
     spec = _loaded(run, config)
-    _, prompts = asked(spec, config.data, run.show, run.show.arguments(), run.show.seed)
+    _, prompts = asked(spec, [run.drafter], config.data, run.show, run.show.arguments(), run.show.seed)
     show(spec, prompts, run.show, run.tree.nodes)
 
 
@@ -201,7 +205,7 @@ def run_audit(config: DictConfig, folder: Path) -> Figures:
     """Audit a drafter on its target: audit.json, report.md and a plot in `folder`; returns the figures."""
     run = typed(AuditRun, config)
     spec = _loaded(run, config)
-    prompts = [prompt.ids for prompt in asked(spec, config.data, run.audit, {}, 0)[1]]
+    prompts = [prompt.ids for prompt in asked(spec, [run.drafter], config.data, run.audit, {}, 0)[1]]
     done = folder / "audit.json"
     with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
         result = audit(spec, prompts, run.audit)
@@ -233,7 +237,9 @@ def run_calibrate(config: DictConfig, folder: Path) -> Figures:
     target, drafter = spec.target, spec.drafter
     if len(members_of(run.drafter, drafter)) > 1:
         raise ValueError(f"drafter={run.drafter}: members of a tree are calibrated one by one; give one of them")
-    prompts = [prompt.ids for prompt in asked(spec, config.data, run.calibrate, {}, run.calibrate.seed)[1]]
+    prompts = [
+        prompt.ids for prompt in asked(spec, [run.drafter], config.data, run.calibrate, {}, run.calibrate.seed)[1]
+    ]
     figures: Figures = {}
     with run_folder(config, folder, place):
         for mode, temperature in TEMPERATURES.items():

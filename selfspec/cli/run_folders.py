@@ -5,14 +5,15 @@ from __future__ import annotations
 import fcntl
 import math
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
 from selfspec.checkpoints.drafter_folder import RENAMED
+from selfspec.checkpoints.find import member_names
 from selfspec.training.checkpoint import saved_config
 from selfspec.training.loop_config import LoopConfig
 from selfspec.utils.errors import one_line
@@ -141,3 +142,16 @@ def finished(folder: Path, loop: LoopConfig | None = None) -> Figures | None:
     if loop is not None and (patience := summary.get("patience")):  # by which it ended
         short = loop.patience == 0 or loop.patience > patience
     return None if short else summary
+
+
+def warn_of_share(drafters: Iterable[str], data: DictConfig) -> None:
+    """A warning where a drafter was trained on another share of the same conversations than is asked of now."""
+    for name in dict.fromkeys(member for drafter in drafters for member in member_names(drafter)):
+        with suppress(Exception):  # no run's folder, or one whose config is damaged
+            theirs = OmegaConf.load(Path(name) / "config.yaml").data
+            same = all(theirs.get(key) == data.get(key) for key in ("_target_", "path", "name", "split", "root"))
+            if same and theirs.validation_share != data.validation_share:
+                print(
+                    f"warning: {name} was trained with data.validation_share={theirs.validation_share}, and is asked "
+                    f"with {data.validation_share}, of texts that it may have been trained on; give the same share"
+                )

@@ -52,9 +52,16 @@ _MANY = 2000  # texts at most that prompts are cut from
 def sample_prompts(
     corpus: Corpus, tokenizer: Tokenizer, count: int, tokens: int, new_tokens: int, limit: int | None = None
 ) -> list[list[int]]:
+    """Prompts of `sampled`, whichever conversations they are of."""
+    return [prompt for _, prompt in sampled(corpus, tokenizer, count, tokens, new_tokens, limit)]
+
+
+def sampled(
+    corpus: Corpus, tokenizer: Tokenizer, count: int, tokens: int, new_tokens: int, limit: int | None = None
+) -> list[tuple[int | None, list[int]]]:
     """At most `count` prompts for the target to continue by `new_tokens` tokens: what stands before answers of
     conversations, and stretches of `tokens` tokens of other texts, in the proportion of `share_of_questions`, as far as
-    there are such stretches. There are fewer where the corpus holds fewer.
+    there are such stretches. There are fewer where the corpus holds fewer. Each with where its conversation starts.
 
     limit: positions of the target; questions that leave no room for an answer are left out. Raises ValueError where
     none is left.
@@ -83,7 +90,9 @@ def sample_prompts(
             cut = cut_prompts(documents, tokenizer, count - min(many, len(fitting)), tokens, fewer=True)
     many = min(count - len(cut), len(fitting))  # texts may be too short for their share
     chosen = [int(fitting[(2 * i + 1) * len(fitting) // (2 * many)]) for i in range(many)]
-    prompts = [corpus.prompt(int(starts[i]), int(ends[i])).tolist() for i in chosen] + cut
+    prompts: list[tuple[int | None, list[int]]]
+    prompts = [(int(starts[i]), corpus.prompt(int(starts[i]), int(ends[i])).tolist()) for i in chosen]
+    prompts += [(None, prompt) for prompt in cut]
     if not prompts:
         raise ValueError(
             f"no usable example: 0 of {count} prompts of {tokens} tokens fit into the documents; lower prompt_tokens"

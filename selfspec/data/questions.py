@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.data.chat import Chat, without_nulls
 from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import Document
-from selfspec.data.cut_prompts import cut_prompts, sample_prompts
+from selfspec.data.cut_prompts import cut_prompts, sampled
 from selfspec.data.execution import Solves, check_of, is_problem
 from selfspec.data.instructions import edits, instructions
 from selfspec.data.records import json_lines
@@ -67,22 +67,27 @@ class Answering(Asking):
 @dataclass(frozen=True)
 class Question:
     """turns: what the user says, one after the other; system: said before; checks: whether the answer to a turn is
-    right (none where it can not be checked); ids: a plain text to continue instead, as token ids; record: the line of
-    the file; beside: what a chat template reads beside the turns, such as tools."""
+    right (none where it can not be checked); ids: texts to continue instead, one a turn, as token ids; record: the line
+    of the file; beside: what a chat template reads beside the turns, such as tools."""
 
     id: str
     group: str
     turns: tuple[str, ...] = ()
     system: str | None = None
     checks: tuple[Callable[[str], bool], ...] = ()
-    ids: tuple[int, ...] = ()
+    ids: tuple[tuple[int, ...], ...] = ()
     record: dict[str, Any] | None = None
     beside: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def asks(self) -> int:
+        """How many turns it has."""
+        return len(self.ids or self.turns)
 
     def opening(self, turn: int, answers: Sequence[str], tokenizer: Tokenizer) -> list[int]:
         """Token ids up to where the answer to a turn begins, behind the answers to those before."""
         if self.ids:
-            return list(self.ids)
+            return list(self.ids[turn])
         return ChatTemplate(tokenizer).opening(Chat(self.messages(turn, answers), self.beside), self.id)
 
     def messages(self, turn: int, answers: Sequence[str]) -> list[dict[str, str]]:
@@ -146,7 +151,7 @@ def read_questions(
 def _plain(question: Question, tokenizer: Tokenizer) -> Question:
     first = question.checks[0] if question.checks else None
     ids = tuple(tokenizer(first.prompt if isinstance(first, Solves) else question.turns[0])["input_ids"])
-    return Question(question.id, question.group, checks=question.checks[:1], ids=ids, record=question.record)
+    return Question(question.id, question.group, checks=question.checks[:1], ids=(ids,), record=question.record)
 
 
 def _even(groups: dict[str, list[Question]], count: int, most: int) -> list[Question]:
@@ -181,13 +186,17 @@ def _source(
     if not groups:
         end = ChatTemplate(tokenizer, arguments=asking.chat_template_kwargs).prompt_end
         corpus = tokenize(documents, tokenizer, end)
-        return _texts("source", sample_prompts(corpus, tokenizer, count, tokens, asking.max_new_tokens))
+        conversations: dict[int, list[tuple[int, ...]]] = {}  # whose turns are one question
+        prompts = sampled(corpus, tokenizer, count, tokens, asking.max_new_tokens)
+        for i, (start, prompt) in enumerate(prompts):
+            conversations.setdefault(-i - 1 if start is None else start, []).append(tuple(prompt))
+        return _texts("source", list(map(tuple, conversations.values())))
     modules = [document for document in documents if not document.name.startswith("test/")]
-    return _texts("continuation", cut_prompts(modules, tokenizer, count, tokens))
+    return _texts("continuation", [(tuple(row),) for row in cut_prompts(modules, tokenizer, count, tokens)])
 
 
-def _texts(group: str, rows: list[list[int]]) -> list[Question]:
-    return [Question(f"{group}-{i}", group, ids=tuple(row)) for i, row in enumerate(rows)]
+def _texts(group: str, texts: list[tuple[tuple[int, ...], ...]]) -> list[Question]:
+    return [Question(f"{group}-{i}", group, ids=ids) for i, ids in enumerate(texts)]
 
 
 # -- files

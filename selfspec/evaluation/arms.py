@@ -67,8 +67,7 @@ def prompts_of(
     bar = progress(questions, desc="questions", disable=all(len(q.turns) < 2 for q in questions))
     for question in bar:
         answers: list[str] = []
-        turns = max(1, len(question.turns))
-        for turn in range(turns):
+        for turn in range(turns := question.asks):
             ids = question.opening(turn, answers, spec.tokenizer)
             if spec.target.max_positions is not None and len(ids) >= spec.target.max_positions:
                 skipped += [f"{question.id}, turn {t + 1} ({len(ids)} tokens)" for t in range(turn, turns)]
@@ -77,7 +76,7 @@ def prompts_of(
             check = question.checks[turn] if question.checks else None
             turn_text = question.turns[turn] if question.turns else None
             prompts.append(Prompt(ids, prompt_seed, question.group, question.id, turn, check, turn_text))
-            if turn + 1 < turns:
+            if turn + 1 < turns and not question.ids:
                 answers.append(spec.autoregressive([ids], **arguments, seed=[prompt_seed]).texts[0])
     if not prompts:
         raise ValueError(f"no usable example: all questions fill the target's {spec.target.max_positions} positions")

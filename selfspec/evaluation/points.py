@@ -269,7 +269,7 @@ def write_answers(
         by_question = {record.questions[0]: record for record in rows}
         lines = []
         for question in questions:
-            turns = [by_question.get((question.id, turn)) for turn in range(max(1, len(question.turns)))]
+            turns = [by_question.get((question.id, turn)) for turn in range(question.asks)]
             answered = [turn for turn in turns if turn is not None]
             if len(answered) == len(turns):
                 lines.append(json.dumps(_line(question, answered, spec, f"{model_id}-{arm}")) + "\n")
