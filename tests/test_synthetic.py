@@ -1,5 +1,6 @@
 """Conversations that a target writes itself: from a template alone, resumable, without duplicates."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,22 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer):
     refused("the chat template marks no turns; take data=jsonl", Template.of, ChatTemplate(plain))
     plain.chat_template = "{{ raise_exception('no') }}"
     refused(r"data=synthetic: the chat template refuses it \(no\)", Template.of, ChatTemplate(plain))
+
+
+@pytest.mark.parametrize(
+    ("shown", "prompt"),
+    [("m.content.split('</think>')[-1]", ""), ("m.content", "<think></think>")],  # thoughts go; an answer without any
+)
+def test_a_template_that_rewrites_answers_has_one_turn(shown, prompt, pair, tmp_path, capsys):
+    target, tokenizer = pair[0], copy.deepcopy(pair[1])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ " + shown + " }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>" + prompt + "{% endif %}"
+    )
+    assert Template.of(ChatTemplate(tokenizer)).once
+    synthetic(settings(tmp_path, turns=2), target, tokenizer)
+    assert "data.turns=2: the chat template rewrites earlier answers" in capsys.readouterr().out
+    assert not Template.of(ChatTemplate(pair[1])).once
 
 
 def test_conversations_are_the_targets_own_text(tmp_path, pair):

@@ -11,6 +11,7 @@ from selfspec.data.chat import Chat
 from selfspec.data.chat_template import ChatTemplate
 
 _MARKS = ("first question", "first answer", "second question")  # that a template is tried out with
+_THOUGHT = "thought before the answer"
 _LETTERS = 8  # that a question has at least
 _GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1  # their multiples spread sampled answers evenly
 
@@ -18,28 +19,32 @@ _GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1  # their multiples spread sample
 @dataclass(frozen=True)
 class Template:
     """Token ids that a chat template puts before the first question, before an answer, and between an answer and the
-    next question."""
+    next question. once: whether it writes a question and its answer in another way before the next question, as where
+    it leaves out thoughts, so that no further one can be written behind the same tokens."""
 
     opening: list[int]
     answer: list[int]
     again: list[int]
+    once: bool = False
 
     @classmethod
     def of(cls, template: ChatTemplate) -> Template:
-        """Raises ValueError for a tokenizer without a chat template, or one that does not keep turns as they are."""
+        """Raises ValueError for a tokenizer without a chat template, or one that marks no turns."""
         roles, tokenizer = ("user", "assistant", "user"), template.tokenizer
         turns = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
         rest, parts = template.text(Chat(turns), "data=synthetic", True), list[list[int]]()
         for mark in (*_MARKS, None):
             before, _, rest = (rest, "", "") if mark is None else rest.partition(mark)
             parts.append(list(tokenizer(before, add_special_tokens=False)["input_ids"]))
-        opening, _, again, answer = parts
+        opening, first, again, answer = parts
         if not opening or not answer or not again:
             raise ValueError(
                 "data=synthetic: the chat template marks no turns; take data=jsonl with conversations, or data=text "
                 "with plain text"
             )
-        return cls(opening, answer, again)
+        turns[1] = {**turns[1], "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_MARKS[1]}"}
+        kept = _THOUGHT in template.text(Chat(turns), "data=synthetic", True)
+        return cls(opening, answer, again, first != answer or not kept)
 
 
 def check_own_questions(openings: object, temperature: object) -> None:

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, product
 from operator import attrgetter
 from pathlib import Path
@@ -111,6 +111,9 @@ def synthetic(config: Synthetic, target: Target, tokenizer: Tokenizer) -> tuple[
     check_writes(target)
     (part, processes), quiet = shard.share(), not is_main_process()
     template = Template.of(ChatTemplate(tokenizer, target.end_tokens, config.chat_template_kwargs))
+    if template.once and config.turns > 1:
+        shard.say([f"data.turns={config.turns}: the chat template rewrites earlier answers, so there is one turn each"])
+        config = replace(config, turns=1)
     _check_positions(config, target, _longest(config, template, _ids(config, tokenizer)))
     writer = _writer(target, config.int8)
     identity = {k: v for k, v in asdict(config).items() if k not in _BESIDE and (k not in _LATER or v)}
