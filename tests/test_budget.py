@@ -89,6 +89,9 @@ def test_damaged_costs_are_measured_again(llama, monkeypatch, capsys):
     assert "costs are not kept for later runs: [Errno 28]" in capsys.readouterr().err
     assert saved_costs(llama) == wanted
     assert cost_file(llama, 1) != cost_file(llama, 4)
+    before = cost_file(llama, 1)
+    monkeypatch.setattr(llama.model.config, "_attn_implementation", "eager")
+    assert cost_file(llama, 1) != before
 
 
 def test_what_was_measured_on_a_busy_machine_is_not_kept(llama, monkeypatch, capsys):

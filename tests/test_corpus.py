@@ -446,5 +446,8 @@ def test_a_data_set_that_was_saved(tokenizer, tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"text": f"text {i}"} for i in range(6)]).save_to_disk(str(tmp_path / "saved"))
     assert len(list(Hub(name=str(tmp_path / "saved"), tokenizer=tokenizer).records())) == 6
+    ids = datasets.Dataset.from_list([{"input_ids": [1, 2, i], "loss_mask": [0, 1, 1]} for i in range(6)])
+    ids.with_format("torch").save_to_disk(str(tmp_path / "tensors"))  # as speculators does
+    assert len(list(Hub(name=str(tmp_path / "tensors"), tokenizer=tokenizer).documents())) == 6
     with pytest.raises(ValueError, match="has no subset, split or revision"):
         list(Hub(name=str(tmp_path / "saved"), split="train[:2]", tokenizer=tokenizer).records())

@@ -16,6 +16,7 @@ from selfspec.checkpoints.load_target import load_target
 from selfspec.cli.training_runs import run_check
 from selfspec.core.target import Target
 from selfspec.data import server as module
+from selfspec.data.documents import Broken
 from selfspec.data.records import JsonLines
 from selfspec.data.server import Server, merged
 from selfspec.data.store import stored, tokenize
@@ -391,9 +392,15 @@ def test_records_of_token_ids(pair, tmp_path):
     for wrong, said in (
         ({"input_ids": [1, 2], "loss_mask": [1]}, "of one length"),
         ({"input_ids": [1, "a"], "loss_mask": [1, 1]}, "lists of integers"),
+        ({"input_ids": [1, 2], "loss_mask": [-100, 7]}, "loss_mask holds -100; give 1 for tokens that count"),
     ):
         data = JsonLines(path=write_lines(tmp_path / "wrong.jsonl", [*lines, wrong]), tokenizer=pair[1])
         refused(said, data.train)
+    cut = [{"input_ids": [1, 2, i], "loss_mask": [0, 0, 0]} for i in range(3)]  # before their answer
+    broken = Broken()
+    data = JsonLines(path=write_lines(tmp_path / "cut.jsonl", [*lines, *cut]), tokenizer=pair[1])
+    assert len(list(data.documents(broken))) == 6
+    assert broken.empty == 3
     beyond = [{"input_ids": [0, 100_000 + i], "loss_mask": [0, 1]} for i in range(4)]
     data = JsonLines(path=write_lines(tmp_path / "beyond.jsonl", beyond), tokenizer=pair[1])
     refused("they were made by another", data.train)

@@ -57,6 +57,7 @@ def _identity(target: Target, rows: int) -> Figures:
         "target": target.name,
         "parameters": sum(p.numel() for p in target.model.parameters()),  # those of an adapter too
         "dtype": target.dtype_name,
+        "attention": getattr(target.model.config, "_attn_implementation", None),
         "rows": rows,
         "context": _context(target, rows),
         "torch": torch.__version__,

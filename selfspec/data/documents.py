@@ -179,6 +179,10 @@ class Records(ABC):
             ids, mask = (side if isinstance(side, list) else [] for side in sides)
             if not ids or len(ids) != len(mask) or not all(isinstance(x, int) for x in (*ids, *mask)):
                 raise ValueError(f"{place}: {_IDS} and {_MASK} must be two lists of integers, of one length")
+            if odd := set(mask) - {0, 1}:
+                raise ValueError(f"{place}: {_MASK} holds {min(odd)}; give 1 for tokens that count, 0 for others")
+            if 1 not in mask:  # cut before its answer
+                continue
             if not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
                 raise ValueError(
                     f"{place}: {_IDS} reach from {min(ids)} to {max(ids)}, but tokenizer "

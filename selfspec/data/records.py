@@ -154,7 +154,7 @@ class Hub(Records):
             if (Path(self.name) / "state.json").is_file():  # of `Dataset.save_to_disk`, which has one split
                 if (self.subset, self.split, self.revision) != (None, "train", None):
                     raise ValueError("a saved data set has no subset, split or revision; leave them out")
-                return datasets.load_from_disk(self.name)
+                return datasets.load_from_disk(self.name).with_format(None)  # a saved one may give tensors
             return datasets.load_dataset(self.name, self.subset, split=self.split, revision=self.revision)
         except Exception as error:  # whatever a builder raises
             raise ValueError(
