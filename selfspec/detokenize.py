@@ -40,6 +40,7 @@ class Detokenizer:
         cleans = tokenizer.clean_up_tokenization_spaces and type(getattr(backend, "model", None)).__name__ != "BPE"
         decoder = repr(getattr(backend, "decoder", None))
         self.rewrites, self.falls_back = "WordPiece" in decoder or bool(cleans), "ByteFallback" in decoder
+        self.skipped = set(tokenizer.all_special_ids)
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that is certain by now and was not yet given."""
@@ -56,7 +57,8 @@ class Detokenizer:
         return piece
 
     def _is_byte(self, token: int) -> bool:
-        return str(self.tokenizer.convert_ids_to_tokens(token)).startswith("<0x")
+        """Or a special token, which may stand between bytes."""
+        return token in self.skipped or str(self.tokenizer.convert_ids_to_tokens(token)).startswith("<0x")
 
     def rest(self) -> str:
         """What is left when no more tokens come."""

@@ -164,7 +164,8 @@ def refuse(
             "position_ids out, and give packed texts as rows of their own"
         )
     for name, value in model_kwargs.items():
-        if value is not None and name not in _HARMLESS:
+        none = value is None or (isinstance(value, dict) and not value)  # what generate gives to models that see
+        if not none and name not in _HARMLESS:
             raise ValueError(f"{name} can not be used with custom_generate=spec, which takes text alone")
 
 

@@ -117,9 +117,10 @@ def test_words_that_are_written_anew():
 def test_bytes_are_text_together_or_not_at_all():
     tokenizer = sentence_piece()
     ids = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "😀😃".encode()[:6]]
-    for end in ([], tokenizer("a")["input_ids"]):
+    end = tokenizer("a")["input_ids"]
+    for tokens in (ids, ids + end, [*ids[:1], tokenizer.eos_token_id, *ids[1:], *end]):  # a special one between
         text = Detokenizer(tokenizer)
-        assert "".join([*(text.add([t]) for t in ids + end), text.rest()]) == text_of(tokenizer, ids + end)
+        assert "".join([*(text.add([t]) for t in tokens), text.rest()]) == text_of(tokenizer, tokens)
 
 
 def test_a_stop_string_ends_where_its_last_token_does():

@@ -9,6 +9,8 @@ import torch
 from conftest import VOCAB, random_drafter, refused, tiny_model
 from torch import Tensor
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     DynamicCache,
     EosTokenCriteria,
     GenerationConfig,
@@ -371,3 +373,15 @@ def test_the_last_position_is_told(spec):
             ids, custom_generate=spec, **{**PLAIN, "max_new_tokens": 20, "attention_mask": torch.ones_like(ids)}
         )
     assert out.shape[1] == 256
+
+
+def test_a_model_that_sees_writes_text():
+    """transformers hands over what its encoder gave, of a text alone an empty dict."""
+    text = {"model_type": "llama", **tiny_model().config.to_diff_dict()}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    config = AutoConfig.for_model("llava", text_config=text, vision_config=vision, image_token_index=VOCAB - 1)
+    model = AutoModelForImageTextToText.from_config(config)
+    spec, ids = selfspec.load("prompt_lookup", model), torch.tensor([[5, 9, 2, 7, 7, 1]])
+    given = {**PLAIN, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, custom_generate=spec, **given), model.generate(ids, **given))

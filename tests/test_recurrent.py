@@ -6,6 +6,7 @@ import random
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -270,3 +271,12 @@ def test_a_draft_layer_with_a_state_moves_on():
 def test_older_transformers_are_named(monkeypatch):
     monkeypatch.setattr(support, "_VERSION", "5.16.1")
     refused(r"keep a state: they need transformers 5\.21, here is 5\.16\.1", Target, build(next(iter(RECURRENT))))
+
+
+def test_a_forward_put_onto_a_layer_with_a_state_is_refused():
+    """Trees run its mixers by other functions; in every later call, too."""
+    target = Target(build("LFM2"))
+    autoregressive(target, [[5, 9, 2]], Options(2))
+    target.layers[0].forward = partial(target.layers[0].forward)
+    for _ in range(2):
+        refused("a forward was put onto a part.*load the model anew", autoregressive, target, [[5, 9, 2]], Options(2))

@@ -5,6 +5,7 @@ import warnings
 from dataclasses import fields
 from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -374,6 +375,37 @@ def test_what_is_hooked_into_the_target_counts(heads_folder):
     assert steered == spec.autoregressive(TEXTS[:1], 12).token_ids[0] == reference[0, ids.shape[1] :].tolist() != before
     handle.remove()
     assert spec.generate(TEXTS[:1], 12).token_ids[0] == before
+
+
+class Steered(torch.nn.Module):
+    """A layer inside a module that keeps how it steers in containers and objects."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.by, self.more, self.control = layer, {"by": 1.0}, [0.0], SimpleNamespace(vector=None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.layer(*args, **kwargs) * self.by["by"] + self.more[0]
+        return out if self.control.vector is None else out + self.control.vector
+
+
+def test_what_a_users_module_keeps_counts(tiny_folder):
+    spec = selfspec.load("prompt_lookup", tiny_folder)
+    model, ids = spec.target.model, torch.tensor(spec.encode(TEXTS[:1]))
+    steered = model.model.layers[1] = Steered(model.model.layers[1]).eval()
+    vector, texts = torch.full((spec.target.hidden_size,), 9.0), []
+    for change in (
+        lambda: None,
+        lambda: steered.by.update(by=-3.0),
+        lambda: steered.more.__setitem__(0, 5.0),
+        lambda: setattr(steered.control, "vector", vector),
+        lambda: vector.mul_(torch.linspace(-3, 3, len(vector))),
+    ):
+        change()
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert spec.generate(TEXTS[:1], 12).token_ids[0] == wanted[0, ids.shape[1] :].tolist()
+        texts.append(wanted[0].tolist())
+    assert len(set(map(tuple, texts))) >= 4
 
 
 def test_settings_that_are_changed_after_the_first_call_count(heads_folder):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import RandomTrees, refused, tiny_model
+from conftest import VOCAB, RandomTrees, refused, tiny_model
 from families import build
 from sweep import tiny
 from transformers import AutoModel, T5Config, T5ForConditionalGeneration
@@ -215,3 +215,23 @@ def test_a_forward_that_was_replaced_is_followed_and_autocast_is_refused(llama):
     assert autoregressive(llama, prompts, options).token_ids == before
     with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=r"torch\.autocast is on"):
         autoregressive(llama, prompts, options)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "window"),
+    [
+        ("llama", {"sliding_window": 8}, None),  # Llama reads no window, as of a Mistral that was converted
+        ("llama", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}, None),
+        ("mistral", {"sliding_window": 8, "use_sliding_window": False}, 8),  # which Mistral does not read
+        ("mistral", {"sliding_window": 8}, 8),
+    ],
+)
+def test_the_window_is_the_one_that_the_model_follows(family, settings, window):
+    target, prompt = Target(tiny_model(family, **settings)), [(7 * i + 3) % VOCAB for i in range(24)]
+    assert set(target.windows.values()) == {window}
+    new = autoregressive(target, [prompt], Options(8)).token_ids[0]
+    with torch.no_grad():
+        logits = target.model(torch.tensor([prompt + new]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    assert new == logits.argmax(-1).tolist()
+    drafter = RandomTrees([prompt + new])
+    assert speculative(target, [prompt], Options(8), drafter, 6).token_ids == [new]

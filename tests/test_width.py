@@ -1,11 +1,12 @@
 """Passes of one width: library kernels give a token the same bits in drafted and in plain passes."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, RandomTrees, made, refused, tiny_model
+from conftest import VOCAB, RandomTrees, made, random_drafter, refused, tiny_model
 from families import FAMILIES, build
 
 import selfspec
@@ -134,6 +135,17 @@ def test_what_runs_beside_the_passes_is_not_by_construction():
         assert ("by construction" in target.exactness) == (kind == "medusa"), target.exactness
         target.use_width(16)
     assert exact == {"early_exit": ROUNDED, "mask": ROUNDED, "medusa": EXACT}
+
+
+def test_an_early_exit_runs_the_rows_that_are_left():
+    """While passes run all of them."""
+    target = of_width(tiny_model(), 16)
+    drafter, ends = random_drafter("early_exit", target), Options(24, Sampling(1.0), 2)
+    plain = autoregressive(target, [[3, 4, 5]] * 3, ends)
+    options = replace(ends, eos=frozenset({plain.token_ids[0][5]}))
+    plain = autoregressive(target, [[3, 4, 5]] * 3, options)
+    assert len({*map(len, plain.token_ids)}) > 1
+    assert speculative(target, [[3, 4, 5]] * 3, options, drafter, 8).token_ids == plain.token_ids
 
 
 def test_what_a_width_does_not_serve(tiny_folder):

@@ -82,7 +82,7 @@ class KVCache:
         self.capacity = bucket(capacity, self.smallest)
         self.stores: list[Tensor] = []  # [G, store_rows, heads, capacity, D]
         self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
-        self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
+        self._views: dict[tuple[int, int, int, int], Buffers] = {}  # of the present stores
         first, self.beginning = torch.zeros(self.rows, dtype=torch.long, device="cpu"), states or {}
         # Of each layer: the state at the last commit, then those that `KV.committed` appended
         self.states = {layer: [state.rows(first)] for layer, state in (states or {}).items()}
@@ -94,9 +94,9 @@ class KVCache:
         """Rows of the buffers: the first ones of the stores."""
         return len(self.lengths) + self.idle
 
-    def view(self, start: int, stop: int, nodes: int) -> KV:
+    def view(self, start: int, stop: int, nodes: int, rows: int | None = None) -> KV:
         """Buffers of layers start to stop - 1 with room for `nodes` more entries. They serve one pass: a later call may
-        allocate larger ones.
+        allocate larger ones. rows: of the first ones alone, where not every pass runs all of them.
 
         Raises ValueError where the call that the cache was made for has ended, MemoryError where what it will need at
         most does not fit.
@@ -111,10 +111,11 @@ class KVCache:
             self._grow(bucket(need, self.smallest))
         grows = self.engine.eager and not self.fixed
         filled = min(self.capacity, -(-need // STEP) * STEP) if grows else self.capacity
-        if (start, stop, filled) not in self._views:
+        rows = self.rows if rows is None else rows
+        if (key := (start, stop, filled, rows)) not in self._views:
             self._allocate(start, stop)
-            self._views[start, stop, filled] = self._buffers(start, stop, filled)
-        return KV(self._views[start, stop, filled], self.row_lengths(), self._opened(start, stop))
+            self._views[key] = self._buffers(*key)
+        return KV(self._views[key], self.row_lengths()[:rows], self._opened(start, stop))
 
     def _opened(self, start: int, stop: int) -> dict[int, list[LayerState]]:
         """What layers of this range keep, for one pass or several over the same tree. Drops what was not committed."""
@@ -134,7 +135,7 @@ class KVCache:
             self._lengths = torch.tensor(self.lengths + [0] * self.idle, device=self.device)
         return self._lengths if device is None else self._lengths.to(device)
 
-    def _buffers(self, start: int, stop: int, filled: int) -> Buffers:
+    def _buffers(self, start: int, stop: int, filled: int, rows: int) -> Buffers:
         parts = {member: (s, i) for s, group in enumerate(self.members) for i, member in enumerate(group)}
         pairs: list[tuple[Buffer, Buffer] | None] = []
         for layer, like in enumerate(self.like):
@@ -144,9 +145,9 @@ class KVCache:
             made = []
             for which in (0, 1):
                 (store, place), (_, heads, _, width) = parts[layer, which], like[which].shape
-                part = self.stores[store][place, : self.rows].flatten(0, 2)
+                part = self.stores[store][place, :rows].flatten(0, 2)
                 part = part if self.engine.eager or part.device.type != "cpu" else own_storage(part)
-                made.append(Buffer(part, (self.rows, heads, self.capacity, width), filled))
+                made.append(Buffer(part, (rows, heads, self.capacity, width), filled))
             pairs.append((made[0], made[1]))
         buffers = Buffers(pairs)
         buffers.layout = tuple(

@@ -122,13 +122,17 @@ def unhooked(module: M) -> M:
 
 def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     """The model's decoder layers. Raises ValueError where its decoder has no single stack of them."""
-    count = model.config.get_text_config().num_hidden_layers
-    stacks = [m for m in decoder_of(model).children() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if len(stacks) != 1:
+    if len(stacks := _stacks(model)) != 1:
+        count = model.config.get_text_config().num_hidden_layers
         raise ValueError(
             f"{type(model).__name__}: expected one stack of {count} layers in its decoder, found {len(stacks)}"
         )
     return stacks[0]
+
+
+def _stacks(model: PreTrainedModel) -> list[nn.ModuleList]:
+    count = model.config.get_text_config().num_hidden_layers
+    return [m for m in decoder_of(model).children() if isinstance(m, nn.ModuleList) and len(m) == count]
 
 
 CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
@@ -158,16 +162,38 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
     return longest, "max_position_embeddings"
 
 
-def attention_types(config: Any) -> tuple[int | None, set[str], dict[str, int | None]]:
-    """A config's sliding window, its layers' types, and the window of each type that needs a mask."""
+def attention_types(model: PreTrainedModel) -> tuple[int | None, set[str], dict[str, int | None]]:
+    """A model's sliding window, its layers' types, and the window of each type that needs a mask."""
+    config = model.config.get_text_config()
     window: int | None = getattr(config, "sliding_window", None)
     types = set(getattr(config, "layer_types", None) or ()) or {"sliding_attention" if window else "full_attention"}
-    if not getattr(config, "use_sliding_window", True):
+    if not window or not _windowed(model):
         window, types = None, types - {"sliding_attention"} or {"full_attention"}
     windows = {"full_attention": None, "sliding_attention": window}
     kinds = {("sliding" if "sliding" in kind else "full") + "_attention" for kind in types}
     kinds = kinds & types or kinds  # layers with a state alone need no mask
     return window, types, {name: windows[name] for name in sorted(kinds)}
+
+
+@torch.no_grad()
+def _windowed(model: PreTrainedModel) -> bool:
+    """Whether a model follows the sliding window of its config, which some classes never read: by its first layers over
+    a short text, with a window of two positions and with one of many."""
+    config = model.config.get_text_config()
+    runs = not any(p.is_meta for p in model.parameters()) and len(_stacks(model)) == 1
+    if not runs:
+        return bool(getattr(config, "use_sliding_window", True))
+    narrow, types = unhooked(model), list(getattr(config, "layer_types", None) or ())
+    del layer_stack(narrow)[types.index("sliding_attention") + 1 if "sliding_attention" in types else 1 :]
+    outputs, tokens = list[torch.Tensor](), torch.arange(6, device=model.get_output_embeddings().weight.device)
+    for window in (2, 2**16):
+        for part in narrow.modules():
+            if isinstance(vars(part).get("sliding_window"), int):
+                part.sliding_window = window  # type: ignore[assignment]
+            if hasattr(part, "config"):
+                part.config.get_text_config().sliding_window = window  # type: ignore[operator, union-attr]
+        outputs.append(decoder_of(narrow)(input_ids=tokens[None] % config.vocab_size, use_cache=False)[0])
+    return not torch.equal(*outputs)
 
 
 def tokens_of(eos: Any, name: str) -> frozenset[int]:

@@ -180,7 +180,8 @@ class EarlyExitSession:
             self.ran = 0
             return chain(context.roots[:, None])
         tail, exit = drafter.tail, config.exit
-        below = context.target.part(0, exit, logits=False), context.cache.view(0, exit, context.nodes)
+        rows = engine.size(len(context.lengths))
+        below = context.target.part(0, exit, logits=False), context.cache.view(0, exit, context.nodes, rows)
         tail.target.part(tail.layer + 1, tail.layer + 1)  # norm and lm_head alone; no view is built inside a graph
         block: Open | None = None
         if self.cache is not None:
