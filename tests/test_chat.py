@@ -411,3 +411,31 @@ def test_tools_and_calls_are_the_same_from_every_file(special, tmp_path):
 def test_a_part_is_named_in_prompts_too(special):
     with pytest.raises(ValueError, match="prompt 0: a turn has a part of type 'image'"):
         message({"role": "user", "content": [{"type": "image", "text": None}]}, "prompt 0")
+
+
+def test_a_next_turn_that_stops_an_answer_counts(special):
+    """As of GLM, which writes the mark of a question to stop: its template has no other end of a turn."""
+    said = "{% for m in messages %}{{ m.role == 'user' and '<|User|>' or '<|Assistant|>' }}{{ m.content }}{% endfor %}"
+    made = template(special, said + "{% if add_generation_prompt %}<|Assistant|>{% endif %}", "<|User|>")
+    assert counted(made, talk("q", "one", "r", "two")) == [["one<|User|>", "two"]]
+
+
+def test_tool_calls_are_written_as_the_template_reads_them(special):
+    """DeepSeek's joins the arguments to a text, others go through them; OpenAI's records hold a string."""
+    each = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.arguments }}{% endfor %}"
+    said = "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}" + each + "<|im_end|>{% endfor %}"
+    made = template(special, said + "{% if add_generation_prompt %}<|assistant|>{% endif %}", "<|im_end|>")
+    call = {"type": "function", "function": {"name": "w", "arguments": '{"city": "Rome"}'}}
+    turns = [{"role": "user", "content": "Rome?"}, {"role": "assistant", "content": "I look", "tool_calls": [call]}]
+    assert counted(made, Chat.of({"messages": turns}, "x")) == [['I look<call>{"city": "Rome"}<|im_end|>']]
+
+
+def test_what_a_template_leaves_out_is_said(special):
+    silent = "{% for m in messages %}<|{{ m.role }}|>{{ m.tool_calls and 'call' or m.content }}<|im_end|>{% endfor %}"
+    made = template(special, silent + "{% if add_generation_prompt %}<|assistant|>{% endif %}", "<|im_end|>")
+    call = {"type": "function", "function": {"name": "w", "arguments": {}}}
+    turns = [{"role": "user", "content": "Rome?"}, {"role": "assistant", "content": "I look", "tool_calls": [call]}]
+    chat = Chat.of({"messages": turns, "tools": [WEATHER]}, "x")
+    documents, _ = made.documents(chat, "x")
+    assert made.unseen(chat, documents, "x") == ["x, its tools", "x, turn 2 of the role 'assistant'"]
+    refused("reads no 'enable_thinkng'", ChatTemplate, made.tokenizer, made.ends, {"enable_thinkng": False})

@@ -222,7 +222,9 @@ def test_only_what_the_model_says_counts(pair, fake, tmp_path):
     beside = {"chat_template_kwargs": {"thinking": False}, "tools": [{"type": "function"}]}
     data = JsonLines(path=write_lines(tmp_path / "d.jsonl", [{"messages": turns, **beside}] * 3), tokenizer=pair[1])
     fake.ids, fake.said, fake.finish = False, {"content": "half of \ud83d"}, "stop"
-    written = asking(pair, fake, tmp_path, source=data, chat_template_kwargs={"depth": 2})
+    tokenizer = copy.deepcopy(pair[1])
+    tokenizer.chat_template += "{% if depth %}{% endif %}"
+    written = asking((pair[0], tokenizer), fake, tmp_path, source=data, chat_template_kwargs={"depth": 2})
     written.write()
     _, record = next(written.records())
     assert [turn["content"] for turn in record["messages"]] == [

@@ -126,6 +126,21 @@ def _call(call: Any) -> Any:
     return call
 
 
+def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose tool calls have their arguments as a string of JSON."""
+
+    def written(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or isinstance(function.get("arguments"), str | None):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [
+        {**turn, "tool_calls": list(map(written, calls))} if isinstance(calls := turn.get("tool_calls"), list) else turn
+        for turn in messages
+    ]
+
+
 def _read(value: Any) -> Any:
     """What a string of JSON holds; anything else as it is."""
     try:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from selfspec.data.chat import THOUGHTS, Chat
+from selfspec.data.chat import THOUGHTS, Chat, with_text_arguments
 from selfspec.data.corpus import Document
 
 _MARK = "\u2063end\u2063"  # an answer, to see what a template writes behind one
@@ -27,6 +27,12 @@ class ChatTemplate:
     tokenizer: Tokenizer
     ends: frozenset[int] = frozenset()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an argument that the template does not read, such as a mistyped one."""
+        source = str(self.tokenizer.chat_template or "")
+        if odd := [name for name in self.arguments if source and not re.search(rf"\b{re.escape(name)}\b", source)]:
+            raise ValueError(f"chat_template_kwargs: the chat template reads no {odd[0]!r}; leave it out, or mend it")
 
     def opening(self, chat: Chat, place: str) -> list[int]:
         """Token ids of a conversation up to where the next answer begins. Raises ValueError, with the place, where the
@@ -51,28 +57,34 @@ class ChatTemplate:
                 left.append(f"{place}, turn {i + 1}: {error}")
                 continue
             if counted and not longer.startswith(text[: counted[-1][1]]):
-                documents.append(Document(place, _cut(text, counted)))
+                documents.append(Document(place, _cut(text, self._ended(text, counted))))
                 counted = []
             text, counted = longer, counted + spans
         if counted:
             text = whole if whole.startswith(text[: counted[-1][1]]) else text
-            documents.append(Document(place, _cut(text, counted)))
+            documents.append(Document(place, _cut(text, self._ended(text, counted))))
         if left and not documents:
             why = f"the chat template leaves out what the assistant says ({left[0].removeprefix(f'{place}, ')})"
             raise ValueError(f"{place}: {why}; use another tokenizer")
         return documents, left
 
     def unseen(self, chat: Chat, documents: Sequence[Document], place: str) -> list[str]:
-        """Turns that the template does not show, such as those of a role unknown to it; of answers their thoughts."""
+        """Turns that the template does not show, such as those of a role unknown to it; of answers their thoughts and
+        what they say beside tool calls; tools."""
         shown, found = "\n".join(document.text for document in documents), list[str]()
+        named = (str(tool.get("function", tool).get("name", "")) for tool in chat.beside.get("tools", ()))
+        if documents and any(name not in shown for name in named):
+            found.append(f"{place}, its tools")
         for i, turn in enumerate(chat.messages if documents else ()):
             if i in chat.answers:
                 thought = next(filter(None, map(turn.get, THOUGHTS)), turn["content"].rpartition("</think>")[0])
                 if str(thought).split("<think>")[-1].strip() not in shown:
                     found.append(f"{place}, what turn {i + 1} thinks")
-                continue
+                if not turn.get("tool_calls"):
+                    continue
             words = max(re.findall(r"\w+", turn["content"]), key=len, default="")
-            if turn["role"] != "assistant" and words not in shown and words not in self.text(chat, place, False):
+            counts = turn["role"] != "assistant" or turn.get("tool_calls")
+            if counts and words not in shown and words not in self.text(chat, place, False):
                 found.append(f"{place}, turn {i + 1} of the role {turn['role']!r}")
         return found
 
@@ -97,17 +109,19 @@ class ChatTemplate:
                 f"{place}: a conversation needs a chat template, and tokenizer {self.tokenizer.name_or_path!r} has "
                 "none; use a chat model's tokenizer, or plain text"
             )
-        arguments = {**self.arguments, **chat.beside}
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                [chat.messages],  # as a batch, which may hold no message yet
-                tokenize=False,
-                add_generation_prompt=answer,
-                **arguments,
-            )
-            return str(rendered[0])
-        except Exception as error:  # a template is a program
-            raise ValueError(f"{place}: the chat template refuses it ({error})") from error
+        arguments, why = {**self.arguments, **chat.beside}, None
+        for messages in (chat.messages, with_text_arguments(chat.messages)):  # the second as of DeepSeek's templates
+            try:
+                rendered = self.tokenizer.apply_chat_template(
+                    [messages],  # as a batch, which may hold no message yet
+                    tokenize=False,
+                    add_generation_prompt=answer,
+                    **arguments,
+                )
+                return str(rendered[0])
+            except Exception as error:  # a template is a program
+                why = why or error
+        raise ValueError(f"{place}: the chat template refuses it ({why})") from why
 
     def _turn(self, chat: Chat, i: int, place: str) -> tuple[str, list[tuple[int, int]]]:
         """The conversation up to turn i, and what counts of that turn, as [start, end) in the text."""
@@ -195,6 +209,14 @@ class ChatTemplate:
     def _stops(self) -> list[str]:
         ids = self.ends or {self.tokenizer.eos_token_id} - {None}
         return [text for i in sorted(ids) if (text := str(self.tokenizer.decode([i], skip_special_tokens=False)))]
+
+    def _ended(self, text: str, counted: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Spans with the token at which generation stops where that is what the next turn begins with (GLM)."""
+        if self._tagged:
+            return counted
+        behind = [next((stop for stop in self._stops if text.startswith(stop, end)), "") for _, end in counted]
+        whole = [any(text.endswith(stop, start, end) for stop in self._stops) for start, end in counted]
+        return [(a, b if done else b + len(more)) for (a, b), more, done in zip(counted, behind, whole, strict=True)]
 
     def _end(self, chat: Chat, text: str, start: int) -> int:
         """Where what the assistant says ends: behind the first token at which generation stops; where the turn holds
