@@ -451,6 +451,13 @@ def test_a_conversation_is_a_prompt(spec):
     refused("prompt 0 is a conversation, but target", bare.encode, [messages])
 
 
+def test_questions_are_asked_on_one_day(chatty):
+    """Of templates that write the date: a measurement goes on after midnight."""
+    dated = copy.deepcopy(chatty)
+    dated.chat_template = "{{ strftime_now('%d %b %Y') }}" + chatty.chat_template
+    assert "26 Jul 2024" in dated.decode(Question("q", "g", ("one",)).opening(0, [], dated))
+
+
 def test_answers_side_by_side(heads_folder, source_root, capsys):
     settings = (f"drafter={heads_folder}", f"data.root={source_root}", "dtype=float32", "show.max_new_tokens=9")
     run_show(compose_config("show", *settings, "show.prompts=3"))

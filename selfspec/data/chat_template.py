@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -16,6 +18,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from selfspec.data.chat import THOUGHTS, Chat, with_text_arguments
 from selfspec.data.corpus import Document
 
+_DAY = datetime(2024, 7, 26, tzinfo=UTC)  # on which all questions are asked
+_DATED = re.compile(r"""strftime_now\(\s*['"]([^'"]+)['"]\s*\)""")  # in chat templates
 _MARK = "\u2063end\u2063"  # an answer, to see what a template writes behind one
 
 
@@ -241,3 +245,12 @@ def _cut(text: str, counted: Sequence[tuple[int, int]]) -> tuple[tuple[str, bool
     edges = [0, *(edge for span in counted for edge in span), len(text)]
     parts = [(text[a:b], i % 2 == 1) for i, (a, b) in enumerate(pairwise(edges))]
     return tuple(part for part in parts if part[0])
+
+
+def on_one_day(tokenizer: Tokenizer) -> Tokenizer:
+    """A tokenizer whose chat template writes no date of today, so that questions are the same tomorrow."""
+    if not isinstance(source := tokenizer.chat_template, str) or not _DATED.search(source):
+        return tokenizer
+    tokenizer = copy(tokenizer)
+    tokenizer.chat_template = _DATED.sub(lambda found: repr(_DAY.strftime(found[1])), source)
+    return tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.chat import Chat, without_nulls
-from selfspec.data.chat_template import ChatTemplate
+from selfspec.data.chat_template import ChatTemplate, on_one_day
 from selfspec.data.corpus import Document
 from selfspec.data.cut_prompts import cut_prompts, sampled
 from selfspec.data.execution import Solves, check_of, is_problem
@@ -88,7 +88,7 @@ class Question:
         """Token ids up to where the answer to a turn begins, behind the answers to those before."""
         if self.ids:
             return list(self.ids[turn])
-        return ChatTemplate(tokenizer).opening(Chat(self.messages(turn, answers), self.beside), self.id)
+        return ChatTemplate(on_one_day(tokenizer)).opening(Chat(self.messages(turn, answers), self.beside), self.id)
 
     def messages(self, turn: int, answers: Sequence[str]) -> list[dict[str, str]]:
         """The conversation up to what the user says in a turn, behind the answers to those before."""
