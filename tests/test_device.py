@@ -14,7 +14,7 @@ from transformers import masking_utils
 
 from selfspec.core import generate, rows
 from selfspec.core.contract import Accepted, Context
-from selfspec.core.generate import Result, _steps, speculative, speculative_steps
+from selfspec.core.generate import Result, _steps, autoregressive, speculative, speculative_steps
 from selfspec.core.options import Options
 from selfspec.core.sampling import Noise, Sampling
 from selfspec.core.target import Target
@@ -80,6 +80,33 @@ def test_reads_and_uploads_of_a_step(static, kind, temperature, batch):
     assert counting.uploads.total() <= 6 * uploads
 
 
+ALL = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.05}
+LIMITS = [(None, {"top_k": 5}), (None, {"top_p": 0.8}), (None, {"min_p": 0.2}), ("aot_eager", ALL)]
+
+
+@pytest.mark.parametrize(("backend", "limits"), LIMITS)
+def test_what_leaves_tokens_out_is_on_the_device(limits, backend, monkeypatch):
+    """On a GPU, whose walk with top-k, top-p and min-p is one read, and has the tokens that a CPU picks level by
+    level."""
+    target, options = Target(tiny_model()), Options(24, Sampling(**{"temperature": 1.0, **limits}), 3)
+    target.engine = Engine(backend, quiet=True)
+    drafter = made("medusa", target).eval()
+    lazy = speculative(target, PROMPTS[:2], options, drafter, 8)
+    monkeypatch.setattr(rows, "_LAZY", set())
+    monkeypatch.setattr(rows, "verify", None)
+    found = speculative(target, PROMPTS[:2], options, drafter, 8)
+    assert not target.engine.failed
+    assert found.token_ids == lazy.token_ids == autoregressive(target, PROMPTS[:2], options).token_ids
+    assert found.token_ids != speculative(target, PROMPTS[:2], Options(24, Sampling(1.0), 3), drafter, 8).token_ids
+    steps = speculative_steps(target, PROMPTS[:2], options, drafter, 8, Result.of(2))
+    for _ in range(4):
+        next(steps)
+    with Counting() as counting:
+        for _ in range(3):
+            next(steps)
+    assert backend or counting.reads.total() == 3
+
+
 @pytest.mark.parametrize("family", ["Mamba", "Mamba2", "Qwen3.5"])
 def test_layers_with_a_state_read_and_upload_nothing(monkeypatch, family):
     monkeypatch.setattr(Engine, "run", lambda self, function, *args, compiled=True: function(*args))
@@ -121,7 +148,7 @@ def test_a_step_runs_where_nothing_can_be_read(kind, temperature, monkeypatch):
             tree = target.shaped(session.propose(context).on(roots))
             depths = target.engine.size(tree.levels + 1)
             ahead = None if noise is None else noise.ahead([n + 1 for n in cache.lengths], depths, context.positions)
-            over = WalkNoise() if ahead is None else WalkNoise(ahead.contiguous(), warmth)
+            over = WalkNoise() if ahead is None else WalkNoise(ahead.contiguous(), warmth, (50, 0.9, 0.05))
             runner, layers = tree.through or target, (tree.start, target.n_layers)
             out = runner.forward(tree, cache, True, layers, tree.hidden, drafter.reads, noise=over)
             kept = Kept(out.walked)

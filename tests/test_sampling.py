@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 from transformers.generation.logits_process import LogitsProcessorList
 
+from selfspec.core import sampling as module
 from selfspec.core.sampling import Noise, Sampling, gumbel, noise_bits, pick, warp
 
 MASK = 2**64 - 1
@@ -136,3 +137,27 @@ def test_warps_are_those_of_transformers(llama):
 def test_counts_stay_whole():
     """transformers' own generate takes no top_k of 5.0."""
     assert [type(Sampling(1.0, top_k).top_k) for top_k in (5, 5.0, None)] == [int, int, type(None)]
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.1, 0.5, 0.9, 0.99])
+def test_a_nucleus_is_that_of_transformers(top_p, monkeypatch):
+    """Of flat and of steep distributions, with equal scores; those that reach beyond what is sorted, too."""
+    monkeypatch.setattr(module, "_NUCLEUS", 64)
+    generator, warper = torch.Generator().manual_seed(0), TopPLogitsWarper(top_p)
+    for spread in (0.1, 1.0, 3.0, 9.0):
+        scores = (spread * torch.randn(8, 999, generator=generator)).bfloat16().float()
+        found, wanted = warp(scores, [warper]), warper(None, scores)
+        assert found.sort().values.equal(wanted.sort().values)
+        assert (found == scores)[found.isfinite()].all()
+    assert not warp(torch.full((1, 999), math.nan), [warper]).isfinite().any()
+
+
+def test_warpers_stand_for_what_is_sampled():
+    for sampling in (Sampling(0.7), Sampling(1.0, 5, 0.9, 0.1), Sampling(1.0)):
+        assert Sampling.of(sampling.warpers()) == sampling
+    for others in (
+        [TopPLogitsWarper(0.9), TopKLogitsWarper(5)],
+        [TopKLogitsWarper(5, min_tokens_to_keep=2)],
+        [TypicalLogitsWarper(0.9)],
+    ):
+        assert Sampling.of(others) is None

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import TemperatureLogitsWarper
 
 from selfspec.core.contract import Accepted, Session
 from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options, Seen
 from selfspec.core.passes import Pass
 from selfspec.core.processors import PrefixRules
-from selfspec.core.sampling import Noise, pick, warp
+from selfspec.core.sampling import Noise, Sampling, limiting, pick, warp
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import Kept, WalkNoise, read_walk, verify
 
+_LAZY = {"cpu"}  # where sorting the scores of all nodes takes longer than to read which ones a walk meets
 PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
 
 
@@ -47,14 +47,15 @@ class Rows:
         self.cache = target.cache(len(prompts), min(longest, max(map(len, prompts)) + 256) + 64, longest)
         self.warpers = options.sampling.warpers() if options.processors is None else options.processors
         self.rules = PrefixRules(self.warpers, options.stops, options.pads or [()] * len(prompts), target.device)
-        # Passes walk their trees if nothing warps but a temperature and no logits are recorded.
+        # Passes walk their trees if nothing else warps than `Sampling` does and no logits are recorded.
         self.recording = options.record or options.watch is not None
         unseen = not (options.relaxed or self.recording or self.rules.processors)
-        plain = not self.warpers or [type(warper) for warper in self.warpers] == [TemperatureLogitsWarper]
-        self.walks = unseen and plain
+        sampling = Sampling.of(self.warpers)
+        self.limits = (None, None, None) if sampling is None else sampling.limits
+        lazy = target.device.type in _LAZY and sampling is not None and len(limiting(*self.limits)) > 0
+        self.walks = unseen and sampling is not None and not lazy
         self.records, self.stopped = records, stopped
-        warper = next((w for w in self.warpers if isinstance(w, TemperatureLogitsWarper)), None)
-        temperature = 1.0 if warper is None else warper.temperature
+        temperature = 1.0 if sampling is None else sampling.temperature
         self.temperature = torch.tensor(temperature, dtype=torch.float64, device=target.device)
         self.noise: Noise | None = None
         self.altered: list[list[bool]] = []  # of the last walk: which tokens a relaxed rule put in a pick's place
@@ -100,7 +101,7 @@ class Rows:
         values = self.noise.ahead([n + 1 for n in self.cache.lengths], depths, self.positions)
         if self.target.width is not None and not self.target.engine.eager:  # one compiled function for all trees
             values = nn.functional.pad(values, (0, 0, 0, max(0, self.target.width - depths)))
-        return WalkNoise(values.contiguous(), self.temperature)
+        return WalkNoise(values.contiguous(), self.temperature, self.limits)
 
     def accepted(self, tree: DraftTree, out: Pass) -> tuple[list[list[int]], list[list[int]], Kept]:
         """Each row's path and what it emits, after a pass, and the same on the device."""

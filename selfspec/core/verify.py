@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.core.sampling import NOTHING, nothing_to_pick
+from selfspec.core.sampling import NOTHING, limiting, nothing_to_pick, warp
 from selfspec.core.tree import DraftTree
 
 CHUNK, ON_GPU = 1 << 17, 1 << 25  # scores at a time: a CPU's cache holds them; a GPU launches kernels for each chunk
@@ -111,10 +111,11 @@ class Kept:
 class WalkNoise(NamedTuple):
     """The noise that a pass picks its tokens with. values: float64 [B, D, V], of which [:, d] is for the pick at a node
     of depth d, and D is larger than any depth that a walk can reach; None when greedy. temperature: float64 []; logits
-    are divided by it."""
+    are divided by it. limits: what then leaves tokens out, see `Sampling.limits`."""
 
     values: Tensor | None = None
     temperature: Tensor | None = None
+    limits: tuple[int | None, float | None, float | None] = (None, None, None)
 
 
 def _noisy(logits: Tensor, depth: Tensor, noise: WalkNoise) -> tuple[Tensor, Tensor]:
@@ -122,7 +123,8 @@ def _noisy(logits: Tensor, depth: Tensor, noise: WalkNoise) -> tuple[Tensor, Ten
     assert noise.values is not None
     assert noise.temperature is not None
     at_node = noise.values[torch.arange(len(depth), device=depth.device)[:, None], depth]
-    at_node += logits.to(torch.promote_types(logits.dtype, torch.float32)) / noise.temperature
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / noise.temperature
+    at_node += warp(scores.flatten(0, 1), limiting(*noise.limits)).view_as(scores)
     return largest(at_node)
 
 
@@ -134,7 +136,7 @@ def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: WalkNoise) -> Tensor:
-    """`verify` as tensor operations alone, for greedy decoding and for sampling that warps by the temperature alone.
+    """`verify` as tensor operations alone, for greedy decoding and for sampling by temperature, top-k, top-p and min-p.
 
     logits: [B, N, V]; tokens, parents: int64 [B, N]; below: bool [B, N, N], see `tree.ancestors`. Returns int64
     [B, 2, N + 2], see `Kept`; a token is NOTHING where none has a finite score. A child is accepted if it holds the
