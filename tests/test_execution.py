@@ -119,7 +119,7 @@ def test_problems_are_questions_whose_answers_are_run(tmp_path, tokenizer):
     refused(r"questions=.*decode\.allow_code_execution=true", _read, path, tokenizer)
     (question,) = _read(path, tokenizer, allow_code_execution=True)
     assert (question.id, question.group) == ("T/0", "Problems")
-    assert tokenizer.decode(question.ids) == PROMPT
+    assert tokenizer.decode(question.ids[0]) == PROMPT
     assert [check(RIGHT) for check in question.checks] == [True]
     assert len(_read(path, tokenizer, Asking)) == 1  # nothing is checked there, so nothing runs
 
