@@ -22,10 +22,11 @@ NOTHING = -2  # in a token's place where none has a finite score
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's mixer on int64, which torch multiplies modulo 2**64; shifts are made logical by masking."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MUL1
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MUL2
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+    """SplitMix64's mixer on int64, which torch multiplies modulo 2**64; shifts are made logical by masking. In place:
+    of all noise of a vocabulary, memory takes more time than arithmetic."""
+    x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(_MUL1)
+    x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(_MUL2)
+    return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))
 
 
 def noise_bits(seeds: Tensor, sequences: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ def noise_bits(seeds: Tensor, sequences: Tensor, positions: Tensor, ids: Tensor)
 
 def gumbel(bits: Tensor) -> Tensor:
     """Standard Gumbel noise, float64, from 52 of the hash bits: u = (n + 1/2) / 2**52 is never 0 or 1."""
-    uniform = (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5).mul_(2.0**-52)
+    uniform = (bits >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()
 
 
