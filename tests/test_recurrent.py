@@ -279,4 +279,5 @@ def test_a_forward_put_onto_a_layer_with_a_state_is_refused():
     autoregressive(target, [[5, 9, 2]], Options(2))
     target.layers[0].forward = partial(target.layers[0].forward)
     for _ in range(2):
-        refused("a forward was put onto a part.*load the model anew", autoregressive, target, [[5, 9, 2]], Options(2))
+        refused("a state whose forward was replaced", autoregressive, target, [[5, 9, 2]], Options(2))
+    refused("a state whose forward was replaced", Target, target.model)  # served by chains then

@@ -195,11 +195,16 @@ def test_functions_that_are_called_row_invariant_are(dtype):
     assert len(tried) > 60
 
 
+def _product(x: Tensor) -> Tensor:
+    return x @ torch.ones(x.shape[-1], x.shape[-1], dtype=x.dtype)
+
+
 @here
 def test_what_nobody_measured_is_not_called_exact():
     """A function of another package in a hook; one whose vectors have other bits."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
-    for function in (torch.logaddexp, lambda a, b: F.cosine_similarity(a, b, -1)[..., None]):
+    product = torch.library.custom_op("selfspec_test::softmax", mutates_args=())(_product)  # by a name of torch's
+    for function in (torch.logaddexp, lambda a, b: F.cosine_similarity(a, b, -1)[..., None], lambda a, b: product(a)):
         target = Target(tiny_model("llama", **sizes).to(torch.bfloat16))
         assert autoregressive(target, [[5, 9, 2]], Options(2)).stats.exact == "by construction"
         target.layers[0].mlp.register_forward_hook(lambda m, a, out, f=function: out + f(out, out))

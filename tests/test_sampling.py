@@ -149,6 +149,9 @@ def test_a_nucleus_is_that_of_transformers(top_p, monkeypatch):
         found, wanted = warp(scores, [warper]), warper(None, scores)
         assert found.sort().values.equal(wanted.sort().values)
         assert (found == scores)[found.isfinite()].all()
+        rows = [*scores, torch.zeros(999)]  # a row is what it is beside one that is flat
+        alone = torch.cat([warp(row[None], [warper]) for row in rows])
+        assert warp(torch.stack(rows), [warper]).equal(alone)
     assert not warp(torch.full((1, 999), math.nan), [warper]).isfinite().any()
 
 

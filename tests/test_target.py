@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from conftest import VOCAB, RandomTrees, refused, tiny_model
@@ -224,6 +226,7 @@ def test_a_forward_that_was_replaced_is_followed_and_autocast_is_refused(llama):
         ("llama", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}, None),
         ("mistral", {"sliding_window": 8, "use_sliding_window": False}, 8),  # which Mistral does not read
         ("mistral", {"sliding_window": 8}, 8),
+        ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 3}, 8),  # which it does not read
     ],
 )
 def test_the_window_is_the_one_that_the_model_follows(family, settings, window):
@@ -235,3 +238,14 @@ def test_the_window_is_the_one_that_the_model_follows(family, settings, window):
     assert new == logits.argmax(-1).tolist()
     drafter = RandomTrees([prompt + new])
     assert speculative(target, [prompt], Options(8), drafter, 6).token_ids == [new]
+
+
+@pytest.mark.parametrize("how", ["silent layer", "wrapped decoder"])
+def test_a_window_is_followed_whatever_the_first_layer_does(how):
+    model = tiny_model("mistral", sliding_window=8)
+    if how == "silent layer":
+        model.model.layers[0].self_attn.o_proj.weight.data.zero_()
+    else:
+        decode = model.model.forward
+        model.model.forward = functools.wraps(decode)(lambda *args, **kwargs: decode(*args, **kwargs))
+    assert Target(model).windows == {"sliding_attention": 8}

@@ -16,7 +16,7 @@ from selfspec.utils.files import atomic, cache_folder
 
 _FORM = 3  # of what is kept: before, files were taken of which transformers read other settings, or no end of turns
 _SCALING, _NONE = ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"), ("none", 0, 1)
-_BESIDE = ("rope_freqs", "rope_factors")  # tensors that no layer has
+_BESIDE = ("rope_freqs", "rope_factors")  # tables of positions, which are no weights
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
 _SCALED = ((46, "gemma2"), (62, "gemma3"))  # layers of the models of 27B, whose attention is scaled otherwise
 _GROWTH = 8  # bytes on disk for one of a file's at most: four bits become 16, and a scratch copy may lie beside

@@ -26,6 +26,7 @@ from selfspec.cli.run_folders import as_plain, run_folder, typed, warn_of_share
 from selfspec.cli.show import show
 from selfspec.cli.training_runs import build_data, tokenizer_of
 from selfspec.core.target import Target
+from selfspec.data.chat_template import on_one_day
 from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.engine.choose import chosen
@@ -61,7 +62,7 @@ def asked(
     """Questions of a measurement, and their turns as prompts; those that fill the context are named and left out.
     drafters: that are measured; sampling: how earlier turns are answered; each: so many questions of each group."""
     tokenizer = tokenizer_of(spec.target, spec.tokenizer)
-    source = build_data(data, tokenizer, spec.target)
+    source = build_data(data, on_one_day(tokenizer), spec.target)
     if asking.questions is None:
         asking = replace(asking, questions=source.questions if tokenizer.chat_template else "source")
     template = {**getattr(source, "chat_template_kwargs", {}), **asking.chat_template_kwargs}
@@ -237,9 +238,8 @@ def run_calibrate(config: DictConfig, folder: Path) -> Figures:
     target, drafter = spec.target, spec.drafter
     if len(members_of(run.drafter, drafter)) > 1:
         raise ValueError(f"drafter={run.drafter}: members of a tree are calibrated one by one; give one of them")
-    prompts = [
-        prompt.ids for prompt in asked(spec, [run.drafter], config.data, run.calibrate, {}, run.calibrate.seed)[1]
-    ]
+    _, turns = asked(spec, [run.drafter], config.data, run.calibrate, {}, run.calibrate.seed)
+    prompts = [turn.ids for turn in turns]
     figures: Figures = {}
     with run_folder(config, folder, place):
         for mode, temperature in TEMPERATURES.items():

@@ -148,9 +148,10 @@ def warn_of_share(drafters: Iterable[str], data: DictConfig) -> None:
     """A warning where a drafter was trained on another share of the same conversations than is asked of now."""
     for name in dict.fromkeys(member for drafter in drafters for member in member_names(drafter)):
         with suppress(Exception):  # no run's folder, or one whose config is damaged
-            theirs = OmegaConf.load(Path(name) / "config.yaml").data
+            place = Path(name) if (Path(name) / "config.yaml").is_file() else Path(name).parent
+            theirs = OmegaConf.load(place / "config.yaml").data
             same = all(theirs.get(key) == data.get(key) for key in ("_target_", "path", "name", "split", "root"))
-            if same and theirs.validation_share != data.validation_share:
+            if same and theirs.validation_share < data.validation_share:
                 print(
                     f"warning: {name} was trained with data.validation_share={theirs.validation_share}, and is asked "
                     f"with {data.validation_share}, of texts that it may have been trained on; give the same share"

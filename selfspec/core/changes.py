@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,7 @@ from selfspec.core.quantized import has_int8
 
 _VALUES = {str, int, float, bool, type(None), tuple, list, dict}  # of a config
 _HELD = {str, int, float, bool, type(None), Tensor}  # by modules
+_OF_MODULES = frozenset(vars(nn.Module()))
 _LIBRARIES = ("torch.", "transformers.", "peft.", "selfspec.")  # whose modules hold no state of a user's
 # Of PEFT's layers: what a view copies, and which adapters are in the weights
 _ADAPTER_STATE, _MERGED = ("_disable_adapters", "_active_adapter", "scaling"), "merged_adapters"
@@ -21,10 +23,8 @@ class Changes:
     """A model as it was loaded, and as `update` last saw it. int8: whether some of its linear maps multiply in 8
     bits."""
 
-    def __init__(self, model: PreTrainedModel, bound: bool = False) -> None:
-        """bound: whether trees run over its layers by other functions than their forward."""
-        self.model, self.int8, self._bound = model, has_int8(model), bound
-        self._own = self._replaced()
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.int8 = model, has_int8(model)
         self._loaded, self._structure = self._head(), self._structure_now()
 
     def _head(self) -> tuple[object, ...]:
@@ -43,12 +43,8 @@ class Changes:
             parts += [str(vars(m).get(name, "")) for name in _ADAPTER_STATE]
             parts += [(_MERGED, str(vars(m).get(_MERGED, "")))]
             if not type(m).__module__.startswith(_LIBRARIES):
-                parts += [_inside(v) for k, v in vars(m).items() if not k.startswith("_") and type(v) not in _HELD]
+                parts += [_inside(v) for k, v in vars(m).items() if k not in _OF_MODULES and type(v) not in _HELD]
         return parts
-
-    def _replaced(self) -> set[int]:
-        """Modules whose forward is another than their class's."""
-        return {id(m) for m in self.model.modules() if "forward" in vars(m)}
 
     @property
     def moved(self) -> bool:
@@ -83,11 +79,6 @@ class Changes:
                 "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
             )
         refuse(self.model)
-        if self._bound and self._replaced() - self._own:
-            raise ValueError(
-                "a forward was put onto a part of target.model after loading, which trees over layers that keep a "
-                "state would not follow; load the model anew: selfspec.load(..., target=model)"
-            )
         if self.int8 != has_int8(self.model):
             raise ValueError(
                 f"target.model was changed after loading: its linear maps {'no longer ' * self.int8}multiply in 8 "
@@ -109,7 +100,7 @@ def _inside(value: object, levels: int = 3) -> object:
         return id(value), None if value.is_inference() else value._version
     if isinstance(value, dict) and levels:
         return [(str(key), _inside(part, levels - 1)) for key, part in value.items()]
-    if isinstance(value, (list, tuple)) and levels:
+    if isinstance(value, (list, tuple, set, frozenset, deque)) and levels:
         return [_inside(part, levels - 1) for part in value]
     plain = hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value)
     if plain and levels and not type(value).__module__.startswith(_LIBRARIES):

@@ -18,7 +18,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import Kept, WalkNoise, read_walk, verify
 
-_LAZY = {"cpu"}  # where sorting the scores of all nodes takes longer than to read which ones a walk meets
+_LAZY = {"cpu"}  # devices where sorting the scores of all nodes costs more than reading which ones a walk visits
 PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
 
 

@@ -90,12 +90,12 @@ class Sampling:
     @classmethod
     def of(cls, warpers: Sequence[LogitsProcessor]) -> Sampling | None:
         """What transformers' warpers stand for; None for others, in another order or with settings of their own."""
-        values = {key: value for warper in warpers for key, value in vars(warper).items()}
+        values = {key: value for warper in warpers for key, value in getattr(warper, "__dict__", {}).items()}
         try:
             one = cls(values.get("temperature", 1.0), *map(values.get, ("top_k", "top_p", "min_p")))
         except (ValueError, RuntimeError):  # of numbers that are none
             return None
-        ours, theirs = ([(type(warper), vars(warper)) for warper in each] for each in (one.warpers(), warpers))
+        ours, theirs = ([(type(w), getattr(w, "__dict__", None)) for w in each] for each in (one.warpers(), warpers))
         return one if ours == theirs else None
 
 
@@ -190,9 +190,11 @@ def _nucleus(scores: Tensor, warper: TopPLogitsWarper) -> Tensor:
     probs = (values - scores.logsumexp(-1, keepdim=True)).exp()
     left = probs.cumsum(-1) - probs < warper.top_p  # what is above a token
     left[:, 0] = True
-    if left[:, -1].any() or not values[:, 0].isfinite().all():  # more, or no distribution at all
-        return warper(None, scores)  # type: ignore[no-any-return]
-    return torch.full_like(scores, -math.inf).scatter_(-1, tokens, values.where(left, -math.inf))
+    result = torch.full_like(scores, -math.inf).scatter_(-1, tokens, values.where(left, -math.inf))
+    more = left[:, -1] | ~values[:, 0].isfinite()  # left than were sorted, or no distribution at all; a row by itself
+    if more.any():
+        result[more] = warper(None, scores[more])
+    return result
 
 
 def pick(scores: Tensor, noise: Tensor | None) -> Tensor:

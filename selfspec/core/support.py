@@ -6,11 +6,12 @@ import copy
 import inspect
 from importlib.metadata import version
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.core.recurrent.mixers import keeps_state, mixers
 from selfspec.utils.checks import integer
@@ -60,6 +61,8 @@ def refuse(model: PreTrainedModel) -> None:
             raise ValueError(
                 f"{name} has layers of kinds that no tree can run over ({', '.join(unknown or sorted(others))})"
             )
+    if any("forward" in vars(part) and not hasattr(part, "_hf_hook") and any(mixers(part)) for part in stack.modules()):
+        raise ValueError(f"{name} has a layer with a state whose forward was replaced, which no tree would follow")
     takes = inspect.signature(decoder_of(model).forward).parameters
     inside = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
     if inside or ("position_ids" not in takes and not any(True for _ in mixers(stack))):
@@ -122,17 +125,13 @@ def unhooked(module: M) -> M:
 
 def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     """The model's decoder layers. Raises ValueError where its decoder has no single stack of them."""
-    if len(stacks := _stacks(model)) != 1:
-        count = model.config.get_text_config().num_hidden_layers
+    count = model.config.get_text_config().num_hidden_layers
+    stacks = [m for m in decoder_of(model).children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(stacks) != 1:
         raise ValueError(
             f"{type(model).__name__}: expected one stack of {count} layers in its decoder, found {len(stacks)}"
         )
     return stacks[0]
-
-
-def _stacks(model: PreTrainedModel) -> list[nn.ModuleList]:
-    count = model.config.get_text_config().num_hidden_layers
-    return [m for m in decoder_of(model).children() if isinstance(m, nn.ModuleList) and len(m) == count]
 
 
 CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
@@ -162,13 +161,21 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
     return longest, "max_position_embeddings"
 
 
+# Models whose window was tried, and whether they follow it
+_follows: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
 def attention_types(model: PreTrainedModel) -> tuple[int | None, set[str], dict[str, int | None]]:
     """A model's sliding window, its layers' types, and the window of each type that needs a mask."""
     config = model.config.get_text_config()
     window: int | None = getattr(config, "sliding_window", None)
     types = set(getattr(config, "layer_types", None) or ()) or {"sliding_attention" if window else "full_attention"}
-    if not window or not _windowed(model):
+    if window and model not in _follows:
+        _follows[model] = _windowed(model)
+    if not window or not _follows[model]:
         window, types = None, types - {"sliding_attention"} or {"full_attention"}
+    elif types == {"full_attention"}:  # of a class that does not read the types
+        types = {"sliding_attention"}
     windows = {"full_attention": None, "sliding_attention": window}
     kinds = {("sliding" if "sliding" in kind else "full") + "_attention" for kind in types}
     kinds = kinds & types or kinds  # layers with a state alone need no mask
@@ -177,22 +184,24 @@ def attention_types(model: PreTrainedModel) -> tuple[int | None, set[str], dict[
 
 @torch.no_grad()
 def _windowed(model: PreTrainedModel) -> bool:
-    """Whether a model follows the sliding window of its config, which some classes never read: by its first layers over
-    a short text, with a window of two positions and with one of many."""
+    """Whether a model follows the sliding window of its config, which some classes never read: by passes over a short
+    text, with a window of two positions and with one of many. Where that can not be told, what the config says."""
     config = model.config.get_text_config()
-    runs = not any(p.is_meta for p in model.parameters()) and len(_stacks(model)) == 1
-    if not runs:
-        return bool(getattr(config, "use_sliding_window", True))
-    narrow, types = unhooked(model), list(getattr(config, "layer_types", None) or ())
-    del layer_stack(narrow)[types.index("sliding_attention") + 1 if "sliding_attention" in types else 1 :]
+    said = bool(getattr(config, "use_sliding_window", True))
+    if any(p.is_meta for p in model.parameters()) or "forward" in {*vars(model), *vars(decoder_of(model))}:
+        return said
     outputs, tokens = list[torch.Tensor](), torch.arange(6, device=model.get_output_embeddings().weight.device)
-    for window in (2, 2**16):
-        for part in narrow.modules():
-            if isinstance(vars(part).get("sliding_window"), int):
-                part.sliding_window = window  # type: ignore[assignment]
-            if hasattr(part, "config"):
-                part.config.get_text_config().sliding_window = window  # type: ignore[operator, union-attr]
-        outputs.append(decoder_of(narrow)(input_ids=tokens[None] % config.vocab_size, use_cache=False)[0])
+    try:
+        narrow = unhooked(model)
+        for window in (2, 2**16):
+            for part in narrow.modules():
+                if isinstance(vars(part).get("sliding_window"), int):
+                    part.sliding_window = window  # type: ignore[assignment]
+                if isinstance(own := getattr(part, "config", None), PreTrainedConfig):
+                    own.get_text_config().sliding_window = window
+            outputs.append(decoder_of(narrow)(input_ids=tokens[None] % config.vocab_size, use_cache=False)[0])
+    except Exception:  # of a model of unfamiliar form
+        return said
     return not torch.equal(*outputs)
 
 

@@ -65,7 +65,7 @@ class Target:
         self.partial = any(p.is_meta for p in self.decoder.parameters()) and self.device.type != "meta"
         self.recurrent = any(True for _ in mixers(self.decoder))  # whether some layers keep a state
         self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[Part, Part]] = {}
-        self.changes = Changes(model, self.recurrent and self.refused is support.refuse)
+        self.changes = Changes(model)
         self.int8 = self.changes.int8  # whether some of its linear maps multiply in 8 bits
         self.width: int | None = None  # nodes of every pass; see `use_width`
         self.tried: dict[tuple[object, ...], bool] = {}  # of calls of one width, see `same_bits`

@@ -8,6 +8,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -33,10 +34,11 @@ class ChatTemplate:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an argument that the template does not read, such as a mistyped one."""
-        source = str(self.tokenizer.chat_template or "")
-        if odd := [name for name in self.arguments if source and not re.search(rf"\b{re.escape(name)}\b", source)]:
-            raise ValueError(f"chat_template_kwargs: the chat template reads no {odd[0]!r}; leave it out, or mend it")
+        """Raises ValueError for a mistyped argument."""
+        known = {*re.findall(r"\w+", str(self.tokenizer.chat_template)), "enable_thinking"}
+        for name in self.arguments.keys() - known:
+            if near := get_close_matches(name, known, 1, 0.85):
+                raise ValueError(f"chat_template_kwargs: {name!r} is read by no template; did you mean {near[0]!r}?")
 
     def opening(self, chat: Chat, place: str) -> list[int]:
         """Token ids of a conversation up to where the next answer begins. Raises ValueError, with the place, where the

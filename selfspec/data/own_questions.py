@@ -19,8 +19,8 @@ _GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1  # their multiples spread sample
 @dataclass(frozen=True)
 class Template:
     """Token ids that a chat template puts before the first question, before an answer, and between an answer and the
-    next question. once: whether it writes a question and its answer in another way before the next question, as where
-    it leaves out thoughts, so that no further one can be written behind the same tokens."""
+    next question. once: whether it rewrites earlier answers, as Qwen3's drops thoughts, so that one turn alone can be
+    written."""
 
     opening: list[int]
     answer: list[int]

@@ -19,7 +19,7 @@ from selfspec.utils.files import NOTHING, Figures, mean
 T = TypeVar("T")
 K = TypeVar("K")
 PARTS = ("draft", "target", "other")  # of a pass
-_FEW = 12  # questions; of fewer, resampling gives intervals that are too narrow: 48% of those of two hold the ratio
+_FEW = 12  # questions; with two, 48% of the bootstrap's intervals hold the true ratio
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5% of Student's, by freedom
 
 

@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.lowering import fallbacks, lowerings
 
 from selfspec.engine.kernels import int8, lowering, skinny_gemm
-from selfspec.engine.kernels.invariant import row_invariant
+from selfspec.engine.kernels.invariant import of_torch, row_invariant
 from selfspec.engine.kernels.native import SOURCES, served
 from selfspec.engine.kernels.skinny_gemm import MOST, SLOTS, STEP
 from selfspec.engine.keys import ROUNDS
@@ -93,7 +93,7 @@ def _varies(node: fx.Node) -> bool:
     if re.search(r"mm$|mm_|attention|convolution|linear", name):
         return not (name in ("mm", "bmm") and node.args[0].meta["val"].shape[-1] == 1)  # type: ignore[union-attr]
     generated = node.target in lowerings and node.target not in fallbacks
-    return not generated and not row_invariant(name)
+    return not generated and not (of_torch(node.target) and row_invariant(name))
 
 
 def _alike(*parts: Tensor) -> bool:

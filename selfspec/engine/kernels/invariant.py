@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # Any other function, such as of a package that a hook calls, may vary.
 _MOVES = """
     __getitem__ __setitem__ __get__ __set__ __len__ __bool__ __int__ __float__ __index__ __iter__ __contains__
-    __format__ __repr__ __reversed__ __hash__ item tolist numpy size dim ndimension numel nelement element_size
-    stride storage_offset data_ptr untyped_storage get_device is_contiguous is_floating_point is_complex is_tensor
+    __format__ __repr__ __reversed__ __hash__ item tolist size dim ndimension numel nelement element_size
+    stride storage_offset get_device is_contiguous is_floating_point is_complex is_tensor
     is_grad_enabled detach _set_grad_enabled requires_grad promote_types result_type broadcast_shapes to type
     type_as float half bfloat16 double long int short bool cpu cuda contiguous clone copy dropout arange linspace
     zeros ones empty full eye tensor as_tensor zeros_like ones_like empty_like full_like new_zeros new_ones
@@ -34,13 +36,19 @@ _COMPUTES = """
 """
 _SUMS = """
     sum mean var std var_mean norm vector_norm prod cumsum cumprod diff softmax log_softmax logsumexp layer_norm
-    rms_norm _fused_rms_norm normalize glu solve_triangular
+    rms_norm _fused_rms_norm normalize glu 
 """
 _INVARIANT = frozenset(f"{_MOVES} {_COMPARES} {_COMPUTES} {_SUMS}".split())
 # Measured: functions with other bits where a vector of the processor is not full, in 16 bits and in float32
 _HALF = frozenset(("rsqrt", "pow", "__pow__", "logit", "nanmean"))
 _SINGLE = frozenset(("sigmoid", "silu", "softplus", "exp2", "logit", "pow", "__pow__", "mish", "elu", "celu", "selu"))
 _SINGLE |= {"sinh", "cosh", "atanh", "atan2"}
+
+
+def of_torch(operation: Any) -> bool:
+    """Whether an operation of torch.ops is torch's own, or one of this package's."""
+    name = getattr(operation, "_qualified_op_name", None) or getattr(operation, "namespace", "aten")
+    return str(name).split("::")[0] in ("aten", "prims", "selfspec")
 
 
 def row_invariant(name: str, bits: int | None = None, exponent: object = None) -> bool:

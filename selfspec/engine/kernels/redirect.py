@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from selfspec.engine.kernels.int8 import has_kernel
-from selfspec.engine.kernels.invariant import row_invariant
+from selfspec.engine.kernels.invariant import of_torch, row_invariant
 from selfspec.engine.kernels.native import binding, has_compiler, served
 from selfspec.engine.kernels.skinny_gemm import MOST, SLOTS, STEP, few_queries, multiply_in_place
 
 _linear, _attention = torch._C._nn.linear, torch._C._nn.scaled_dot_product_attention
 _PRODUCTS = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "int8_rows"}
+_SCALED = {"add", "sub", "add_", "sub_", "rsub", "subtract"}  # by `alpha`, as a sum of two roundings
 _invariant: set[Any] = set()  # functions met that are so for all numbers, and that no kernel replaces
 
 
@@ -67,11 +68,16 @@ class Redirected(TorchFunctionMode):
         if name in _PRODUCTS:
             one_term = bool(args) and isinstance(args[0], Tensor) and args[0].shape[-1:] == (1,)
             same = has_kernel() if name == "int8_rows" else one_term
+        elif not of_torch(function) or kwargs.get("alpha", 1) != 1:
+            same = False
         elif row_invariant(name):
-            _invariant.add(function)
+            if name not in _SCALED:
+                _invariant.add(function)
             same = True
         else:
-            first = next((arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()), None)
+            first = next(
+                (arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg.is_floating_point()), None
+            )
             same = row_invariant(name, 0 if first is None else 8 * first.dtype.itemsize, *args[1:2])
         if not same:
             self.varying.add(name)
