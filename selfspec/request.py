@@ -33,6 +33,8 @@ _OTHER_WAYS = {
     **dict.fromkeys(("num_return_sequences", "n"), "give the prompt several times, with a seed for each"),
     **dict.fromkeys(("eos_token_id", "pad_token_id"), "give generation_config=GenerationConfig({}=...)"),
     "streamer": "spec.stream(prompt) yields the text as it grows",
+    **dict.fromkeys(("tools", "documents"), 'give the prompt as {{"messages": [...], "{}": [...]}}'),
+    "enable_thinking": 'give the prompt as {{"messages": [...], "chat_template_kwargs": {{"{}": ...}}}}',
 }
 
 

@@ -76,6 +76,12 @@ def test_intervals_of_few_questions_hold_the_ratio(questions):
     assert 0.91 < held / 400 < 0.98
 
 
+def test_an_interval_that_says_nothing_is_not_shown():
+    far = over_plain([record(1.0, prompt=0, plain=(5.0, 10)), record(1.0, prompt=1, plain=(1.0, 10))])
+    assert far["high"] > 100 * far["low"]
+    assert interval(far) == "3.00x"
+
+
 def test_the_regime_of_a_text(heads_folder, monkeypatch):
     monkeypatch.setattr(measure, "_AT_ONCE", 16)
     spec = selfspec.load(str(heads_folder), dtype="float32")

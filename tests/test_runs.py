@@ -47,7 +47,7 @@ from selfspec.training.drafter_data import DrafterTraining
 from selfspec.training.loop_config import LoopConfig
 from selfspec.utils import errors as log
 from selfspec.utils import progress
-from selfspec.utils.files import append_text, cache_folder
+from selfspec.utils.files import append_text, cache_folder, disk_room
 from selfspec.utils.tracking import Logged, RunLog, WandbConfig, whole_lines
 
 # -- the folder
@@ -459,6 +459,8 @@ def test_a_full_disk_names_the_file():
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")
     refused(r"no room to write /dev/full .*make room and start", append_text, Path("/dev/full"), "a", error=OSError)
+    with pytest.raises(OSError, match=r"no room to write x.safetensors .*make room"), disk_room(Path("x.safetensors")):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")  # as safetensors has it
 
 
 @pytest.mark.parametrize("what", ["file", "link"])

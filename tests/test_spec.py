@@ -506,6 +506,8 @@ def test_words_of_other_libraries(llama):
         ({"repetition_penalty": 1.1}, r"custom_generate=spec, repetition_penalty=\.\.\."),
         ({"max_tokens": 3, "max_new_tokens": 3}, "max_tokens and max_new_tokens are the same"),
         ({"num_beams": 4}, "beam search is not served"),
+        ({"tools": []}, r'as {"messages": \[\.\.\.\], "tools": \[\.\.\.\]}'),
+        ({"enable_thinking": False}, r'"chat_template_kwargs": {"enable_thinking": \.\.\.}}'),
         ({"bogus": 4}, "unknown argument 'bogus'"),
     ):
         refused(way, spec.generate, [[5, 9, 2]], **word, error=TypeError)

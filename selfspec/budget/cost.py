@@ -198,9 +198,7 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
     prompts = [[rng.randrange(target.vocab_size) for _ in range(_context(target, rows))] for _ in range(rows)]
     sampling, start, compiling, reading = Sampling(temperature), time.perf_counter(), 0.0, 0.0
     mode = _mode(temperature > 0)
-    bar = progress(
-        total=_ROUNDS, desc=f"auto: measuring a {mode} pass, {SECONDS:.0f} s where nothing else runs", leave=False
-    )
+    bar = progress(total=round(SECONDS), desc=f"auto: measuring a {mode} pass", unit="s", leave=False)
 
     def late(share: float = 1.0) -> bool:
         return time.perf_counter() - start - compiling > share * SECONDS
@@ -240,7 +238,7 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
             plain.append(step())
             for n, seconds in timed.items():
                 ratios[n].append(statistics.median(seconds) / statistics.mean(plain[-2:]))
-            bar.update()
+            bar.update(min(bar.total, round(time.perf_counter() - start - compiling)) - bar.n)
             last = f"{ratios[sizes[-1]][-1]:.2f}x at {sizes[-1]} nodes"
             bar.set_postfix(plain=f"{1000 * plain[-1]:.2f} ms", last=last)
     base = statistics.median(plain)

@@ -251,10 +251,11 @@ def complete(arguments: list[str]) -> None:
         return
     result = spec.generate(prompt, **options, trace=True)
     assert result.trace is not None
+    if not args.color:
+        print(f"{shown}{visible(result.text)}")
     if args.trace is not None:
         result.trace.write(args.trace)
     if not args.color:
-        print(f"{shown}{visible(result.text)}")
         return
     colors = dict(zip(result.trace.header["sources"], itertools.cycle(COLORS)))
     parts = [

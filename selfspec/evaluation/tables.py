@@ -74,7 +74,8 @@ COLUMNS: list[tuple[str, Cell]] = [
     ("right", _right),
     ("drift", lambda row: f"{row['drift']:.2f}"),
 ]
-BRIEF = ("point", "τ", "tok/s plain", "tok/s", "over plain", "identical", "right, plain", "right")  # in a terminal
+# In a terminal
+BRIEF = ("point", "τ", "tok/s plain", "tok/s", "over plain", "over hf_generate", "identical", "right, plain", "right")
 
 
 def table(rows: Sequence[Figures], brief: bool = False) -> str:
