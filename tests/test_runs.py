@@ -47,7 +47,7 @@ from selfspec.training.drafter_data import DrafterTraining
 from selfspec.training.loop_config import LoopConfig
 from selfspec.utils import errors as log
 from selfspec.utils import progress
-from selfspec.utils.files import append_text, cache_folder, disk_room
+from selfspec.utils.files import append_text, atomic, cache_folder, disk_room
 from selfspec.utils.tracking import Logged, RunLog, WandbConfig, whole_lines
 
 # -- the folder
@@ -461,6 +461,12 @@ def test_a_full_disk_names_the_file():
     refused(r"no room to write /dev/full .*make room and start", append_text, Path("/dev/full"), "a", error=OSError)
     with pytest.raises(OSError, match=r"no room to write x.safetensors .*make room"), disk_room(Path("x.safetensors")):
         raise RuntimeError("I/O error: No space left on device (os error 28)")  # as safetensors has it
+
+
+def test_what_can_not_be_written_is_named_without_its_scratch_path(tmp_path):
+    said = r"t\.json can not be written .*name another place"
+    with pytest.raises(OSError, match=said), atomic(tmp_path / "t.json") as at:
+        raise OSError(errno.EROFS, "Read-only file system", str(at))
 
 
 @pytest.mark.parametrize("what", ["file", "link"])

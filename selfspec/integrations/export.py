@@ -70,6 +70,10 @@ def export(
         raise ValueError(f"--out {str(out)!r} {'exists' if str(out) else 'is empty'}; give a new folder")
     if not folder.absolute().parent.is_dir():
         raise ValueError(f"--out {str(out)!r}: the folder {folder.absolute().parent} does not exist")
+    if not os.access(folder.absolute().parent, os.W_OK):
+        raise ValueError(
+            f"--out {str(out)!r}: nothing can be written to {folder.absolute().parent}; name another folder"
+        )
     if nodes is not None and (to != "transformers" or not (nodes == "auto" or (isinstance(nodes, int) and nodes > 0))):
         raise ValueError(f"--nodes {nodes}: a number above 0 or auto, with --to transformers; engines set their own")
     loaded, drafter, tokenizer = _pair(name, target, dtype, trust)

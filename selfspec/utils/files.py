@@ -27,6 +27,7 @@ _LARGEST = 2**26  # bytes of a JSON file
 _LONGEST = 255  # characters of a file's name
 _DIGITS = 40  # of an integer in one
 NOTHING = float("nan")  # a mean over nothing, which is shown as n/a
+_FORBIDDEN = (errno.EACCES, errno.EROFS, errno.EPERM)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LITTLE = 1 << 16  # free bytes at which a failed write is taken for a full disk
 
@@ -70,6 +71,8 @@ def disk_room(path: Path) -> Iterator[None]:
             with suppress(OSError):
                 disk = shutil.disk_usage(path.parent)
                 full = disk.total > 0 and disk.free <= _LITTLE
+        if getattr(error, "errno", None) in _FORBIDDEN and path.name in str(getattr(error, "filename", "")):
+            raise OSError(f"{path} can not be written ({one_line(error)}); name another place") from error
         if not full or str(error).startswith("no room"):
             raise
         raise OSError(f"no room to write {path} ({error}); make room and start the same command again") from error
@@ -95,7 +98,10 @@ def atomic(path: Path) -> Iterator[Path]:
         if old.exists() and not path.exists():
             os.replace(old, path)
         for rest in (scratch, old):
-            shutil.rmtree(rest) if rest.is_dir() and not rest.is_symlink() else rest.unlink(missing_ok=True)
+            if rest.is_dir() and not rest.is_symlink():
+                shutil.rmtree(rest)
+            elif os.path.lexists(rest):  # where nothing can be written, nothing can be removed
+                rest.unlink()
 
 
 def read_json(path: Path) -> Figures:
