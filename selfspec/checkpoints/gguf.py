@@ -89,7 +89,8 @@ def _convert(file: Path, folder: Path) -> None:
         numbers = sum(int(t.n_elements) for t in reader.tensors if not t.name.startswith(_BESIDE))
         kept = sum({part.data_ptr(): part.numel() for part in model.state_dict().values()}.values())
         tied = model.get_input_embeddings().weight.numel()  # which a file may hold twice
-        odd = [] if numbers - kept in (0, tied) else [f"tensors, of which {numbers - kept} numbers are left over"]
+        more = numbers - kept  # below 0: a model may have buffers that no file holds
+        odd = [] if more <= 0 or more == tied else [f"tensors, of which {more} numbers are left over"]
         if odd := odd + _other_settings(fields, model):
             raise _Unread(f"{target}: transformers does not read its {odd[0]}; take the model's folder")
         ends = {fields[f"tokenizer.ggml.{name}"] for name in _ENDS if f"tokenizer.ggml.{name}" in fields}

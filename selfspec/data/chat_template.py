@@ -78,8 +78,8 @@ class ChatTemplate:
         """Turns that the template does not show, such as those of a role unknown to it; of answers their thoughts and
         what they say beside tool calls; tools."""
         shown, found = "\n".join(document.text for document in documents), list[str]()
-        named = (str(tool.get("function", tool).get("name", "")) for tool in chat.beside.get("tools", ()))
-        if documents and any(name not in shown for name in named):
+        tools = [tool.get("function", tool) for tool in chat.beside.get("tools", ()) if isinstance(tool, dict)]
+        if documents and any(str(t.get("name", "")) not in shown for t in tools if isinstance(t, dict)):
             found.append(f"{place}, its tools")
         for i, turn in enumerate(chat.messages if documents else ()):
             if i in chat.answers:

@@ -36,7 +36,7 @@ _COMPUTES = """
 """
 _SUMS = """
     sum mean var std var_mean norm vector_norm prod cumsum cumprod diff softmax log_softmax logsumexp layer_norm
-    rms_norm _fused_rms_norm normalize glu 
+    rms_norm _fused_rms_norm normalize glu
 """
 _INVARIANT = frozenset(f"{_MOVES} {_COMPARES} {_COMPUTES} {_SUMS}".split())
 # Measured: functions with other bits where a vector of the processor is not full, in 16 bits and in float32
