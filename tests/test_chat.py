@@ -438,6 +438,6 @@ def test_what_a_template_leaves_out_is_said(special):
     chat = Chat.of({"messages": turns, "tools": [WEATHER]}, "x")
     documents, _ = made.documents(chat, "x")
     assert made.unseen(chat, documents, "x") == ["x, its tools", "x, turn 2 of the role 'assistant'"]
-    odd = Chat.of({"messages": turns, "tools": ["w", {"function": "w"}]}, "x")
+    odd = Chat.of({"messages": turns, "tools": [{"function": "w"}]}, "x")
     assert made.unseen(odd, documents, "x") == ["x, turn 2 of the role 'assistant'"]
     refused("did you mean 'enable_thinking'", ChatTemplate, made.tokenizer, made.ends, {"enable_thinkng": False})
