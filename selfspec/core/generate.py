@@ -114,7 +114,8 @@ def _steps(
     alike = False
     if target.width is not None:
         walks = ("greedy" if rows.noise is None else "sampled") if rows.walks else ""
-        alike, begun = same_bits(target, len(prompts), cache.capacity, reads, walks), moment(device)
+        trial = len(prompts), cache.capacity, reads, walks, rows.limits
+        alike, begun = same_bits(target, *trial), moment(device)
     rejected: Tensor | int = 0  # drafted tokens before the first accepted one
     try:
         rows.prefill(session, reads)

@@ -17,21 +17,28 @@ _TEXTS, _DEPTH = 3, 5  # random texts that are tried, and the length of each one
 
 
 @torch.no_grad()
-def same_bits(target: Target, rows: int, capacity: int, reads: tuple[int, ...] = (), walks: str = "") -> bool:
+def same_bits(
+    target: Target,
+    rows: int,
+    capacity: int,
+    reads: tuple[int, ...] = (),
+    walks: str = "",
+    limits: tuple[int | None, float | None, float | None] = (None, None, None),
+) -> bool:
     """Whether random tokens have the same logits, bit for bit, on a path through a random tree and in passes over one
     token after the other, in calls of so many rows and cache entries. Tried once for each, with the compiled functions
     of the call. reads: layers that the drafter reads; walks: how passes walk their trees, "greedy", "sampled" or not at
-    all."""
+    all; limits: of sampling, see `Sampling.limits`."""
 
     def known() -> tuple[object, ...]:  # passes that are compiled later have other bits
         compiled = sum(what.startswith("tree_pass_alone") for what, _, _ in target.engine.made)
-        return rows, capacity, reads, walks, torch.get_num_threads(), float32_products(), compiled
+        return rows, capacity, reads, walks, limits, torch.get_num_threads(), float32_products(), compiled
 
     while (now := known()) not in target.tried:  # again where something was compiled meanwhile
         noise = None if not walks else WalkNoise()
         if walks == "sampled":
             nothing = torch.zeros(rows, target.width or 1, target.vocab_size, dtype=torch.float64, device=target.device)
-            noise = WalkNoise(nothing, torch.tensor(1.0, dtype=torch.float64, device=target.device))
+            noise = WalkNoise(nothing, torch.tensor(1.0, dtype=torch.float64, device=target.device), limits)
         trial = _Trial(target, rows, capacity, noise)
         alike = all(trial.alike(text, reads) for text in range(_TEXTS))
         if known() == now:

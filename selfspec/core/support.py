@@ -185,7 +185,7 @@ def attention_types(model: PreTrainedModel) -> tuple[int | None, set[str], dict[
 @torch.no_grad()
 def _windowed(model: PreTrainedModel) -> bool:
     """Whether a model follows the sliding window of its config, which some classes never read: by passes over a short
-    text, with a window of two positions and with one of many. Where that can not be told, what the config says."""
+    text, with a window of two positions and with one of many. Where that can not be tried, what the config says."""
     config = model.config.get_text_config()
     said = bool(getattr(config, "use_sliding_window", True))
     if any(p.is_meta for p in model.parameters()) or "forward" in {*vars(model), *vars(decoder_of(model))}:

@@ -47,8 +47,8 @@ def bootstrap(figures: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int
 
 def interval(ratio: dict[str, float]) -> str:
     """A ratio for readers, with its interval where there is one that tells something."""
-    told = ratio["high"] < _WIDEST * ratio["low"]
-    behind = f" [{ratio['low']:.2f}, {ratio['high']:.2f}]" if told else ""
+    narrow = ratio["high"] < _WIDEST * ratio["low"]
+    behind = f" [{ratio['low']:.2f}, {ratio['high']:.2f}]" if narrow else ""
     return f"{ratio['ratio']:.2f}x{behind}"
 
 

@@ -22,7 +22,6 @@ from selfspec.engine.kernels.skinny_gemm import MOST, SLOTS, STEP, few_queries, 
 
 _linear, _attention = torch._C._nn.linear, torch._C._nn.scaled_dot_product_attention
 _PRODUCTS = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "int8_rows"}
-_SCALED = {"add", "sub", "add_", "sub_", "rsub", "subtract"}  # by `alpha`, as a sum of two roundings
 _invariant: set[Any] = set()  # functions met that are so for all numbers, and that no kernel replaces
 
 
@@ -56,7 +55,7 @@ class Redirected(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, result = kwargs or {}, None
-        if function in _invariant:  # called hundreds of times a pass
+        if function in _invariant and "alpha" not in kwargs:  # called hundreds of times a pass
             return function(*args, **kwargs)
         if function is _linear:
             result = self.linear(*args, **kwargs)
@@ -68,11 +67,10 @@ class Redirected(TorchFunctionMode):
         if name in _PRODUCTS:
             one_term = bool(args) and isinstance(args[0], Tensor) and args[0].shape[-1:] == (1,)
             same = has_kernel() if name == "int8_rows" else one_term
-        elif not of_torch(function) or kwargs.get("alpha", 1) != 1:
+        elif not of_torch(function) or kwargs.get("alpha", 1) != 1:  # alpha: a product and a sum, rounded once or twice
             same = False
         elif row_invariant(name):
-            if name not in _SCALED:
-                _invariant.add(function)
+            _invariant.add(function)
             same = True
         else:
             first = next(
