@@ -121,6 +121,8 @@ def load_pair(
         more = [member for member in exported_members(folder.parent) if member not in member_names(drafter)]
         drafter = "+".join([drafter, *more])
     ours = [folder for folder in folders if (folder / "drafter.json").is_file()]
+    for folder in ours:  # before a target is loaded, which may take minutes
+        drafter_class(str(read_meta(folder)["kind"]), trust, away=folder)
     meta: Figures = {}
     if ours:
         meta = dict(read_meta(ours[0])["target"])
