@@ -94,9 +94,9 @@ def test_a_drafter_of_another_package(trained, source_root, tmp_path, package, m
     assert sum(falling[-5:]) < 0.9 * sum(falling[:5])
 
     why = r"'ownpkg\.mine\.Bigram' is code of the package 'ownpkg'; .*trust_code=True"
-    with monkeypatch.context() as unloaded, pytest.raises(Untrusted, match=why):  # before a target is loaded
-        unloaded.setattr("selfspec.checkpoints.loading.load_target", None)
-        selfspec.load(str(trained))
+    with monkeypatch.context() as unloaded:
+        unloaded.setattr("selfspec.checkpoints.loading.load_target", None)  # refused before
+        refused(why, selfspec.load, str(trained), error=Untrusted)
     card = (trained / "drafter" / "README.md").read_text()
     assert ", trust_code=True)" in card
     assert "It needs the Python package `ownpkg`" in card

@@ -64,7 +64,7 @@ def test_what_quanto_makes_is_served_or_refused_by_name(tmp_path, tokenizer, cap
 
 
 def _write_gguf(
-    gguf: Any, file: Path, kind: Any, left_out: str = "", factors: float | None = None, bias: bool = False, **more: int
+    gguf: Any, file: Path, kind: Any, left_out: str = "", factors: Any = None, bias: bool = False, **more: Any
 ) -> None:
     """A Qwen2 of two layers with a vocabulary of bytes, its matrices in this form. left_out: how names of tensors begin
     that are not written; factors: of rotary frequencies, as of Llama 3; bias: one that Qwen2 does not have; more: other
@@ -98,7 +98,7 @@ def _write_gguf(
     if bias:
         sizes |= {"blk.0.attn_output.bias": (width,)}
     if factors is not None:
-        writer.add_tensor("rope_freqs.weight", np.full(8, factors, np.float32))
+        writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
     for name, shape in sizes.items():
         if left_out and name.startswith(left_out):
             continue
@@ -147,8 +147,10 @@ def test_a_gguf_file_that_is_read_in_part_is_refused(tmp_path, monkeypatch):
     kind = gguf.GGMLQuantizationType.Q8_0
     _write_gguf(gguf, tmp_path / "part.gguf", kind, left_out="blk.1.")
     refused(r"no weights for model\.layers\.1\..*merge the parts", load_target, str(tmp_path / "part.gguf"))
-    _write_gguf(gguf, tmp_path / "llama3.gguf", kind, factors=8.0)
-    refused("scales positions by rope_freqs", load_target, str(tmp_path / "llama3.gguf"))
+    unlike = {"factors": range(1, 9)}, {"rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": 4.0}
+    for i, setting in enumerate(unlike):
+        _write_gguf(gguf, tmp_path / f"{i}.gguf", kind, **setting)
+        refused(r"scales positions by (rope_freqs|qwen2\.rope\.scaling)", load_target, str(tmp_path / f"{i}.gguf"))
     for name, setting in {
         "tensors, of which 64 numbers are left over": {"bias": True},
         "qwen2.rope.dimension_count=8": {"rope_dimension_count": 8},
@@ -158,10 +160,31 @@ def test_a_gguf_file_that_is_read_in_part_is_refused(tmp_path, monkeypatch):
         message = f"transformers does not read its {name}; take the model's folder"
         refused(message, load_target, str(tmp_path / f"{name}.gguf"))
     settings = {"rope_freq_base": 5e4, "rope_dimension_count": 16, "eot_token_id": 94}
-    _write_gguf(gguf, tmp_path / "plain.gguf", kind, factors=1.0, **settings)
+    _write_gguf(gguf, tmp_path / "plain.gguf", kind, factors=[1.0] * 8, **settings)
     plain, _ = load_target(str(tmp_path / "plain.gguf"))
     assert plain.model.config.rope_parameters["rope_theta"] == 5e4
     assert plain.end_tokens == {94, 95}
+
+
+def test_a_gguf_file_scales_positions(tmp_path, monkeypatch):
+    """As llama.cpp divides rotary frequencies: by a table, as of Llama 3, or by one number."""
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    kind, base = gguf.GGMLQuantizationType.Q8_0, 5e5
+    plain = base ** -(torch.arange(8) / 8)
+    waves = 2 * torch.pi / plain
+    share = ((8192 / waves - 1) / 3).clamp(0, 1)  # of a frequency that stays, by how often it turns in 8192 positions
+    llama3 = 1 / ((1 - share) / 32 + share)
+    linear = {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": 4.0}
+    for name, divisors, setting in (("llama3", llama3, {"factors": llama3}), ("linear", torch.tensor(4.0), linear)):
+        _write_gguf(gguf, tmp_path / f"{name}.gguf", kind, rope_freq_base=base, **setting)
+        model = load_target(str(tmp_path / f"{name}.gguf"))[0].model
+        assert model.config.rope_parameters["rope_type"] == name
+        torch.testing.assert_close(model.model.rotary_emb.inv_freq, plain / divisors, rtol=1e-5, atol=0)
+    none = {**linear, "rope_scaling_type": gguf.RopeScalingType.NONE}
+    _write_gguf(gguf, tmp_path / "none.gguf", kind, rope_freq_base=base, **none)
+    model = load_target(str(tmp_path / "none.gguf"))[0].model
+    assert model.config.rope_parameters["rope_type"] == "default"
 
 
 def test_a_gguf_file_that_is_damaged_or_has_no_room(tmp_path, monkeypatch):

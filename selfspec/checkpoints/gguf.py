@@ -15,7 +15,9 @@ from typing import Any
 from selfspec.utils.files import atomic, cache_folder
 
 _FORM = 3  # of what is kept: before, files were taken of which transformers read other settings, or no end of turns
-_SCALING, _NONE = ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"), ("none", 0, 1)
+# Llama 3's scaling of positions, from 3.1 on, beside its factor
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_SCALING = "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"
 _BESIDE = ("rope_freqs", "rope_factors")  # tables of positions, which are no weights
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
 _SCALED = ((46, "gemma2"), (62, "gemma3"))  # layers of the models of 27B, whose attention is scaled otherwise
@@ -72,20 +74,23 @@ def _convert(file: Path, folder: Path) -> None:
         reader = GGUFReader(file)
         widest = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
         dtype = torch.float32 if widest <= {"F32", "F16"} else torch.bfloat16
-        tensors = [tensor for tensor in reader.tensors if tensor.name.startswith(_BESIDE)]
-        factors = [tensor.name for tensor in tensors if (tensor.data != 1).any()]
-        given = {name: field.contents() for name, field in reader.fields.items() if name.endswith(_SCALING)}
-        factors += [name for name, how in given.items() if how not in _NONE and not name.startswith("gpt-oss")]
-        if factors:  # transformers reads neither, and would place tokens elsewhere
-            raise _Unread(f"{target} scales positions by {factors[0]}, which is not read; take the model's folder")
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        factors = {t.name: t.data for t in reader.tensors if t.name.startswith(_BESIDE) and (t.data != 1).any()}
+        scaled = {name: how for name, how in fields.items() if name.endswith(_SCALING) and name[:7] != "gpt-oss"}
+        if "none" not in scaled.values():
+            factors |= {name: how for name, how in scaled.items() if how not in (0, 1, "linear")}
+        why = f"{target} scales positions by {min(factors, default='')}, which is not read; take the model's folder"
+        if len(factors) > 1 or any(isinstance(how, str) for how in factors.values()):
+            raise _Unread(why)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True, **whole
         )
         model, report = loaded
+        if factors and not _scaled(model, *factors.values()):
+            raise _Unread(why)
         if drawn := sorted(report["missing_keys"]):
             why = f"{target} holds no weights for {', '.join(drawn[:3])}"
             raise _Unread(f"{why}; merge the parts of a split file: llama-gguf-split --merge")
-        fields = {name: field.contents() for name, field in reader.fields.items()}
         numbers = sum(int(t.n_elements) for t in reader.tensors if not t.name.startswith(_BESIDE))
         kept = sum({part.data_ptr(): part.numel() for part in model.state_dict().values()}.values())
         tied = model.get_input_embeddings().weight.numel()  # which a file may hold twice
@@ -106,6 +111,25 @@ def _convert(file: Path, folder: Path) -> None:
     with atomic(folder) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+
+
+def _scaled(model: Any, factors: Any) -> bool:
+    """Write into the config that rotary frequencies are divided by `factors`, one for each or one for all, which
+    transformers does not read. False where it has no such form."""
+    import torch
+
+    rotary = [part for part in model.modules() if "inv_freq" in part._buffers]
+    plain = getattr(model.config, "rope_parameters", None) or {}
+    if len(rotary) != 1 or plain.get("rope_type") != "default":
+        return False
+    divisors = torch.tensor(factors)
+    for form in ({"rope_type": "linear"}, {"rope_type": "llama3", **_LLAMA3}):
+        model.config.rope_parameters = {**plain, **form, "factor": float(divisors.max())}
+        again = type(rotary[0])(model.config).inv_freq
+        fits = not divisors.ndim or divisors.shape == again.shape
+        if fits and torch.allclose(again, rotary[0].inv_freq / divisors, 1e-4, 0):
+            return True
+    return False
 
 
 def _other_settings(fields: dict[str, Any], model: Any) -> list[str]:
