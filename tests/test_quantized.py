@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import made, random_drafter, randomize, refused, save_tiny
 from transformers import QuantoConfig
 
@@ -80,7 +81,7 @@ def _write_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(vocab))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(more.pop("pre", "default"))
     writer.add_token_list(vocab)
     writer.add_token_types([1] * 94 + [3] * 2)
     writer.add_token_merges(['! "'])
@@ -121,7 +122,9 @@ def test_a_gguf_file_is_a_target(tmp_path, monkeypatch, capsys):
     file = tmp_path / "tiny.gguf"
     _write_gguf(gguf, file, gguf.GGMLQuantizationType.Q8_0)
     spec = selfspec.load("prompt_lookup", target=str(file))
-    assert "tiny.gguf is dequantized once" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "tiny.gguf is dequantized once" in said
+    assert "splits text" not in said
     assert repr(spec).startswith(f"Spec(target={str(file)!r}, drafter=prompt_lookup, dtype=bfloat16")
     text = spec.generate([5, 6, 7], max_new_tokens=8)
     assert text.token_ids == spec.autoregressive([5, 6, 7], max_new_tokens=8).token_ids
@@ -133,12 +136,14 @@ def test_a_gguf_file_is_a_target(tmp_path, monkeypatch, capsys):
     refused("is not a file", load_target, str(tmp_path / "missing.gguf"), error=FileNotFoundError)
 
 
-def test_a_gguf_file_in_float16_keeps_its_digits(tmp_path, monkeypatch):
+def test_a_gguf_file_in_float16_keeps_its_digits(tmp_path, monkeypatch, capsys):
     gguf = pytest.importorskip("gguf")
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
-    _write_gguf(gguf, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F16)
+    _write_gguf(gguf, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F16, pre="deepseek-coder")
     target, _ = load_target(str(tmp_path / "tiny.gguf"))
     assert target.dtype == torch.float32
+    if hasattr(transformers, "GgufConfig"):  # else the architecture says how texts are split
+        assert "tokenizers of the form 'deepseek-coder' and splits text as GPT-2's do" in capsys.readouterr().err
 
 
 def test_a_gguf_file_that_is_read_in_part_is_refused(tmp_path, monkeypatch):

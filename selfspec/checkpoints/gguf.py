@@ -20,6 +20,8 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _SCALING = "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"
 _BESIDE = ("rope_freqs", "rope_factors")  # tables of positions, which are no weights
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
+# Forms of byte-level tokenizers whose texts are split as GPT-2's, which is transformers' choice where it knows none
+_AS_GPT2 = {"default", "gpt-2", "phi-2", "olmo", "mpt", "smollm", "starcoder", "refact", "command-r", "exaone", "jais"}
 _SCALED = ((46, "gemma2"), (62, "gemma3"))  # layers of the models of 27B, whose attention is scaled otherwise
 _GROWTH = 8  # bytes on disk for one of a file's at most: four bits become 16, and a scratch copy may lie beside
 
@@ -102,6 +104,12 @@ def _convert(file: Path, folder: Path) -> None:
         if len(ends) > 1:
             model.generation_config.eos_token_id = sorted(ends)
         tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        if not _splits(fields):
+            print(
+                f"{file.name}: transformers does not know tokenizers of the form {fields.get('tokenizer.ggml.pre')!r} "
+                "and splits text as GPT-2's do; prompts may have other tokens than the model learned; prefer its folder",
+                file=sys.stderr,
+            )
     except _Unread:
         raise
     except Exception as error:  # of two libraries, for damaged files of many kinds
@@ -111,6 +119,16 @@ def _convert(file: Path, folder: Path) -> None:
     with atomic(folder) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+
+
+def _splits(fields: dict[str, Any]) -> bool:
+    """Whether transformers splits text as a file's tokenizer does."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as known
+    except ImportError:  # before 5.17, which goes by the architecture
+        return True
+    of_bytes = fields.get("tokenizer.ggml.model") == "gpt2"
+    return not of_bytes or fields.get("tokenizer.ggml.pre") in {*known, *_AS_GPT2}
 
 
 def _scaled(model: Any, factors: Any) -> bool:
