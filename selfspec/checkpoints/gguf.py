@@ -107,7 +107,7 @@ def _convert(file: Path, folder: Path) -> None:
         if not _splits(fields):
             print(
                 f"{file.name}: transformers does not know tokenizers of the form {fields.get('tokenizer.ggml.pre')!r} "
-                "and splits text as GPT-2's do; prompts may have other tokens than the model learned; prefer its folder",
+                "and splits text as GPT-2's do; prompts may have other tokens than the model knows; prefer its folder",
                 file=sys.stderr,
             )
     except _Unread:
