@@ -93,7 +93,7 @@ def quantize(model: PreTrainedModel) -> None:
 
 def unquantized(linear: nn.Linear) -> nn.Linear:
     """The same map with its weight as it was before `quantize`."""
-    plain = nn.Linear(0, 0, bias=False, device="meta")
+    plain = nn.Linear(1, 1, bias=False, device="meta")
     plain.in_features, plain.out_features = linear.in_features, linear.out_features
     plain.weight, plain.bias = linear.weight, linear.bias
     return plain

@@ -152,7 +152,7 @@ class HiddenStates:
 
 def with_few_logits(target: Target, vocabulary: Tensor) -> Target:
     """A view of the target whose logits are those of these tokens alone, int64 [V']."""
-    model, head = view(target.model), nn.Linear(0, 0, bias=False, device="meta")
+    model, head = view(target.model), nn.Linear(1, 1, bias=False, device="meta")
     head.in_features, head.out_features = target.lm_head.in_features, len(vocabulary)
     for name, parameter in target.lm_head.named_parameters():
         setattr(head, name, nn.Parameter(parameter.detach()[vocabulary], requires_grad=False))
