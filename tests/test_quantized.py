@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import made, random_drafter, randomize, refused, save_tiny
+from conftest import made, random_drafter, randomize, refused, save_tiny, tiny_model
 from transformers import QuantoConfig
 
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
+from selfspec.checkpoints.gguf import _scaled
 from selfspec.checkpoints.load_target import load_target
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -190,6 +191,13 @@ def test_a_gguf_file_scales_positions(tmp_path, monkeypatch):
     _write_gguf(gguf, tmp_path / "none.gguf", kind, rope_freq_base=base, **none)
     model = load_target(str(tmp_path / "none.gguf"))[0].model
     assert model.config.rope_parameters["rope_type"] == "default"
+    gemma = tiny_model("gemma3_text", torch.float32)
+    before = gemma.model.rotary_emb
+    assert not _scaled(gemma, [8.0, 1.0, 1.0, 1.0])
+    assert _scaled(gemma, 8.0)
+    after = type(before)(gemma.config)
+    torch.testing.assert_close(after.full_attention_inv_freq, before.full_attention_inv_freq / 8)
+    assert after.sliding_attention_inv_freq.equal(before.sliding_attention_inv_freq)
 
 
 def test_a_gguf_file_that_is_damaged_or_has_no_room(tmp_path, monkeypatch):

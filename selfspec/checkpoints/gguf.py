@@ -136,16 +136,19 @@ def _scaled(model: Any, factors: Any) -> bool:
     transformers does not read. False where it has no such form."""
     import torch
 
-    rotary = [part for part in model.modules() if "inv_freq" in part._buffers]
-    plain = getattr(model.config, "rope_parameters", None) or {}
+    every = getattr(model.config, "rope_parameters", None) or {}
+    plain = every.get("full_attention", every)  # Gemma's sliding layers have frequencies of their own
+    name = "inv_freq" if plain is every else "full_attention_inv_freq"
+    rotary = [part for part in model.modules() if name in part._buffers]
     if len(rotary) != 1 or plain.get("rope_type") != "default":
         return False
     divisors = torch.tensor(factors)
     for form in ({"rope_type": "linear"}, {"rope_type": "llama3", **_LLAMA3}):
-        model.config.rope_parameters = {**plain, **form, "factor": float(divisors.max())}
-        again = type(rotary[0])(model.config).inv_freq
-        fits = not divisors.ndim or divisors.shape == again.shape
-        if fits and torch.allclose(again, rotary[0].inv_freq / divisors, 1e-4, 0):
+        scaled = {**plain, **form, "factor": float(divisors.max())}
+        model.config.rope_parameters = scaled if plain is every else {**every, "full_attention": scaled}
+        before, after = (getattr(part, name) for part in (rotary[0], type(rotary[0])(model.config)))
+        fits = not divisors.ndim or divisors.shape == after.shape
+        if fits and torch.allclose(after, before / divisors, 1e-4, 0):
             return True
     return False
 
