@@ -150,6 +150,7 @@ def _scaled(model: Any, factors: Any) -> bool:
         fits = not divisors.ndim or divisors.shape == after.shape
         if fits and torch.allclose(after, before / divisors, 1e-4, 0):
             return True
+    model.config.rope_parameters = every
     return False
 
 
