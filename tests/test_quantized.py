@@ -72,7 +72,7 @@ def _write_gguf(
     that are not written; factors: of rotary frequencies, as of Llama 3; bias: one that Qwen2 does not have; more: other
     settings, by the method that adds them."""
     vocab, width, generator = [chr(33 + i) for i in range(93)] + ['!"', "<s>", "</s>"], 64, np.random.default_rng(0)
-    writer = gguf.GGUFWriter(file, "qwen2")
+    writer = gguf.GGUFWriter(file, arch := more.pop("arch", "qwen2"))
     writer.add_block_count(2)
     writer.add_context_length(256)
     writer.add_embedding_length(width)
@@ -96,7 +96,8 @@ def _write_gguf(
         sizes |= {f"{layer}{name}": (width, width) for name in ("attn_q", "attn_output", "ffn_gate", "ffn_up")}
         sizes |= {f"{layer}{name}": (width // 2, width) for name in ("attn_k", "attn_v")}
         sizes |= {f"{layer}ffn_down": (width, width)}
-        sizes |= {f"{layer}attn_q.bias": (width,), f"{layer}attn_k.bias": (width // 2,), f"{layer}attn_v.bias": (32,)}
+        if arch == "qwen2":
+            sizes |= {f"{layer}attn_q.bias": (width,), f"{layer}attn_k.bias": (32,), f"{layer}attn_v.bias": (32,)}
     if bias:
         sizes |= {"blk.0.attn_output.bias": (width,)}
     if factors is not None:
@@ -170,6 +171,18 @@ def test_a_gguf_file_that_is_read_in_part_is_refused(tmp_path, monkeypatch):
     plain, _ = load_target(str(tmp_path / "plain.gguf"))
     assert plain.model.config.rope_parameters["rope_theta"] == 5e4
     assert plain.end_tokens == {94, 95}
+
+
+def test_a_gguf_file_of_llama_3_begins_texts_as_llama_cpp_does(tmp_path, monkeypatch):
+    """Its files seldom say that a text begins with a BOS token."""
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    said, kind = {"add_bos_token": False}, gguf.GGMLQuantizationType.Q8_0
+    for name, setting, begins in (("bos", {}, [94]), ("none", said, [])):
+        _write_gguf(gguf, tmp_path / f"{name}.gguf", kind, arch="llama", pre="llama-bpe", **setting)
+        tokenizer = load_target(str(tmp_path / f"{name}.gguf"))[1]
+        assert tokenizer('!"#')["input_ids"] == [*begins, 93, 2]
+        assert tokenizer.backend_tokenizer.model.ignore_merges
 
 
 def test_a_gguf_file_scales_positions(tmp_path, monkeypatch):

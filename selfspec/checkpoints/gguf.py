@@ -14,14 +14,18 @@ from typing import Any
 
 from selfspec.utils.files import atomic, cache_folder
 
-_FORM = 3  # of what is kept: before, files were taken of which transformers read other settings, or no end of turns
+_FORM = 4  # of what is kept: before, texts of Llama 3 began without a BOS token
 # Llama 3's scaling of positions, from 3.1 on, beside its factor
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _SCALING = "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"
 _BESIDE = ("rope_freqs", "rope_factors")  # tables of positions, which are no weights
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a message
-# Forms of byte-level tokenizers whose texts are split as GPT-2's, which is transformers' choice where it knows none
-_AS_GPT2 = {"default", "gpt-2", "phi-2", "olmo", "mpt", "smollm", "starcoder", "refact", "command-r", "exaone", "jais"}
+# Byte-level tokenizers by the names of llama.cpp. Those that split text as GPT-2's do, which is what transformers takes
+# for names that it does not know; and those that begin with a BOS token unless the file says otherwise, and take words
+# of their vocabulary whole, which it does not do
+_AS_GPT2 = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "gigachat", "mellum"}
+_AS_GPT2 |= {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "exaone4", "minerva-7b"}
+_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
 _SCALED = ((46, "gemma2"), (62, "gemma3"))  # layers of the models of 27B, whose attention is scaled otherwise
 _GROWTH = 8  # bytes on disk for one of a file's at most: four bits become 16, and a scratch copy may lie beside
 
@@ -103,7 +107,10 @@ def _convert(file: Path, folder: Path) -> None:
         ends = {fields[f"tokenizer.ggml.{name}"] for name in _ENDS if f"tokenizer.ggml.{name}" in fields}
         if len(ends) > 1:
             model.generation_config.eos_token_id = sorted(ends)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        if fields.get("tokenizer.ggml.pre") in _WHOLE_WORDS:
+            tokenizer.backend_tokenizer.model.ignore_merges = True
+            tokenizer.add_bos_token = bool(fields.get("tokenizer.ggml.add_bos_token", True))
         if not _splits(fields):
             print(
                 f"{file.name}: transformers does not know tokenizers of the form {fields.get('tokenizer.ggml.pre')!r} "
