@@ -218,7 +218,7 @@ def test_a_gguf_file_that_is_damaged_or_has_no_room(tmp_path, monkeypatch):
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF and nothing else")
-    refused(r"target '.*tiny.gguf' is damaged, cut off, or of a form", load_target, str(file))
+    refused(r"target '.*tiny.gguf' is damaged, cut off or in a form", load_target, str(file))
     assert not list((tmp_path / "cache" / "targets").iterdir())
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 0))

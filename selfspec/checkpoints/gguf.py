@@ -121,9 +121,7 @@ def _convert(file: Path, folder: Path) -> None:
         raise
     except Exception as error:  # of two libraries, for damaged files of many kinds
         why = f"{type(error).__name__}: {error!s:.300}"
-        raise ValueError(
-            f"{target} is damaged, cut off, or of a form that transformers does not read: {why}"
-        ) from error
+        raise ValueError(f"{target} is damaged, cut off or in a form that transformers lacks: {why}") from error
     model.config.__dict__.pop("quantization_config", None)  # it is a plain model now, and saved as one
     model.hf_quantizer = None
     with atomic(folder) as scratch:
