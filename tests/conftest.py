@@ -34,6 +34,7 @@ from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import config_class, drafter_class
 from selfspec.engine.keys import ROUNDS
+from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.pretrain import train_tokenizer
 
 torch.set_num_threads(1)
@@ -192,6 +193,23 @@ def randomize(drafter: Drafter) -> None:
     with torch.no_grad():
         for parameter in drafter.trained().values():
             parameter.normal_(std=0.1)
+
+
+def stock(model: PreTrainedModel, prompt: list[int], count: int, pad: int = 0) -> list[int]:
+    """What transformers itself writes behind a prompt, greedily."""
+    ids = torch.tensor([prompt])
+    settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": pad}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+
+
+def trains(drafter: Any, target: Target, rows: int = 2, length: int = 12) -> Any:
+    """A trained drafter, random, after a step whose loss gave every parameter a gradient."""
+    randomize(drafter)
+    tokens = torch.randint(1, 60, (rows, length), generator=torch.Generator().manual_seed(0))
+    loss, _ = DraftLoss(drafter.train(), target)({"tokens": tokens, "mask": torch.ones_like(tokens).bool()})
+    loss.backward()
+    assert all(p.grad is not None for p in drafter.trained().values())
+    return drafter.eval()
 
 
 class RandomTrees:

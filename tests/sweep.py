@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from families import FAMILIES, MIXED, RECURRENT
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -26,7 +27,6 @@ from selfspec.utils.errors import one_line
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 VOCAB, LAYERS, LARGEST = 61, 2, 10**7
 STATE = "with layers that keep a state"
-MIXED = ["linear_attention", "full_attention"]
 # What makes a model small, by the names that configs give it.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "text_vocab_size"), VOCAB),
@@ -55,28 +55,14 @@ SMALL: dict[str, Any] = {
     **{"index_n_heads": 2, "index_topk": 64, "d_rel": 8, "rel_extent": 32, "router_hidden_size": 16},
 }
 # Where that is not enough, by model type.
-MORE: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]},
-    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_d_ssm": 64},
-    "granitemoehybrid": {**{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "layer_types": ["mamba",
-        "attention"]}, "num_local_experts": 0},
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "layers_block_type": ["mamba",
-        "attention"]},
-    "zamba2": {**{"mamba_d_state": 8, "mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 8, "num_mem_blocks": 1},
-        "layers_block_type": ["mamba", "hybrid"]},
-    "zamba": {**{"mamba_d_state": 8, "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_head_dim": 16,
-        "num_hidden_layers": 4}, **{"tie_word_embeddings": False, "attn_layer_period": 2, "attn_layer_offset": 1}},
-    "jamba": {"mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+MORE: dict[str, dict[str, Any]] = dict(FAMILIES[name] for name in RECURRENT) | {
     "falcon": {"alibi": False, "new_decoder_architecture": False},
     "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "xlstm": {"num_heads": 2, "num_blocks": 2, "qk_dim_factor": 0.5, "v_dim_factor": 1.0},
     "rwkv": {"attention_hidden_size": 32},
-    **{kind: {"layer_types": MIXED} for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")},
-    **{kind: {"layer_types": MIXED, "num_key_value_heads": 4} for kind in ("kimi_linear", "bailing_hybrid", "minimax")},
-    **{kind: {"layer_types": ["conv", "full_attention"]} for kind in ("lfm2", "lfm2_moe", "lfm3")},
-}  # fmt: skip
+    "minimax": {"layer_types": MIXED, "num_key_value_heads": 4},
+}
 
 
 def tiny(kind: str) -> Any:

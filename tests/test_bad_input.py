@@ -189,6 +189,7 @@ REFUSED = [
     ("train", f"{AT_ONCE} train.packed=false", "there is no train.packed"),
     ("train", f"{AT_ONCE} train.init_from=", "train.init_from is empty"),
     ("train", f"{AT_ONCE} target.dtype=int4", "dtype='int4' must be auto, int8, "),
+    ("train", f"{AT_ONCE} target.device=nowhere", "device='nowhere' can not be used here"),
     ("decode", "target.name=tiny-target", "target.name= is for training; here give target=NAME"),
     ("decode", "decode.questions=nothing.jsonl", "questions='nothing.jsonl': there is no such file"),
     ("compare", "compare.questions=[edit]", "questions='edit': there is no such file or folder of JSON lines"),

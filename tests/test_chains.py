@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RandomTrees, made, random_drafter, refused
+from conftest import RandomTrees, made, random_drafter, refused, stock
 from families import build
 from sweep import tiny
 
@@ -62,10 +62,7 @@ def test_chains_give_plain_text(kind, capsys):
         assert fast.stats.exact == ("up to rounding" if selects else "in every test")
         if temperature == 0 and kind == "bloom":
             for prompt, tokens in zip(PROMPTS, plain.token_ids, strict=True):
-                ids = torch.tensor([prompt])
-                settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-                found = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-                assert found[0, len(prompt) :].tolist() == tokens
+                assert stock(target.model, prompt, 40) == tokens
 
 
 def test_the_likeliest_chain_of_a_tree_runs():
@@ -125,10 +122,7 @@ def test_positions_are_those_of_stock_generate(capsys):
         plain = autoregressive(target, [prompt], options).token_ids
         count = len(plain[0])
         assert count == min(24, limit - len(prompt))
-        ids = torch.tensor([prompt])
-        settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": pad}
-        stock = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        assert plain[0] == stock[0, len(prompt) :].tolist()
+        assert plain[0] == stock(target.model, prompt, count, pad)
         trees = RandomTrees([prompt + plain[0]])
         assert speculative(target, [prompt], options, trees, 7).token_ids == plain
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RandomTrees, made, randomize, refused
-from families import EAGER_ONLY, FAMILIES, VOCAB, build, listing
+from conftest import RandomTrees, made, refused, stock, trains
+from families import EAGER_ONLY, FAMILIES, build, listing
 
 import selfspec.core.passes as target_file
 from selfspec.checkpoints.weights_hash import weights_hash
@@ -15,7 +15,6 @@ from selfspec.core.options import Options
 from selfspec.core.probe import probe
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
-from selfspec.training.draft_loss import DraftLoss
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
 NEW = 16
@@ -47,10 +46,7 @@ def test_family_is_lossless(name, attention):
         if temperature == 0:
             assert len({tuple(row) for row in plain.token_ids}) == 2
             for prompt, tokens in zip(PROMPTS, plain.token_ids, strict=True):
-                ids = torch.tensor([prompt])
-                settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-                reference = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-                assert tokens == reference[0, len(prompt) :].tolist()
+                assert tokens == stock(target.model, prompt, NEW)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +56,6 @@ def test_drafters_with_views_of_layers_serve_the_family(name):
     """Early exit, sequential heads and feature head on every family: a loss with gradients, and the oracle's tokens."""
     target = Target(build(name))
     before = weights_hash(target.model)
-    tokens = torch.randint(1, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
     options = Options(12, Sampling(1.0), seed=3)
     plain = autoregressive(target, PROMPTS, options).token_ids
     for drafter in (
@@ -68,11 +63,7 @@ def test_drafters_with_views_of_layers_serve_the_family(name):
         made("sequential", target, heads=2, rank=2),
         made("feature", target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0),
     ):
-        randomize(drafter)
-        loss, _ = DraftLoss(drafter.train(), target)({"tokens": tokens, "mask": torch.ones_like(tokens).bool()})
-        loss.backward()
-        assert all(p.grad is not None for p in drafter.trained().values())
-        assert speculative(target, PROMPTS, options, drafter.eval(), 8).token_ids == plain
+        assert speculative(target, PROMPTS, options, trains(drafter, target), 8).token_ids == plain
     assert weights_hash(target.model) == before
 
 

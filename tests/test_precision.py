@@ -4,23 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from conftest import compose_config
+from omegaconf import OmegaConf
 
 from selfspec.cli import training_runs as runs
-from selfspec.cli.config import TrainRun, register
-from selfspec.cli.help import config_folder
+from selfspec.cli.config import TrainRun
 from selfspec.training.resources import bfloat16_is_faster
 
 
-def composed(*overrides: str) -> DictConfig:
-    register(drafters=True)
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        return compose("train", ["name=precision", "target.name=tiny-target", "target.device=cpu", *overrides])
-
-
 def chosen(folder: Path, *overrides: str) -> tuple[str, str]:
-    run, config = runs.settled(TrainRun, composed(*overrides), folder)
+    config = compose_config("train", "name=precision", "target.name=tiny-target", "target.device=cpu", *overrides)
+    run, config = runs.settled(TrainRun, config, folder)
     assert (run.loop.precision, run.target.dtype) == (config.loop.precision, config.target.dtype)
     return run.loop.precision, run.target.dtype
 
@@ -55,11 +49,6 @@ def test_a_begun_run_keeps_its_choice(tmp_path, monkeypatch):
     assert chosen(tmp_path) == ("no", "bfloat16")
     (tmp_path / "config.yaml").write_text("- [damaged")
     assert chosen(tmp_path) == ("bf16", "auto")
-
-
-def test_a_device_that_is_not_here(tmp_path):
-    with pytest.raises(ValueError, match="device='nowhere' can not be used here"):
-        runs.settled(TrainRun, composed("target.device=nowhere"), tmp_path)
 
 
 def test_bfloat16_is_measured(monkeypatch):

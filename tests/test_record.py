@@ -1,23 +1,30 @@
 """What the embedded drafters did before the code was rebuilt, they do today: tokens, passes and losses of a record.
 
 `record.json` was written by version 0.1.0 in float32 on two cores. A part of it is checked here; all of it is slow.
+`python tests/test_record.py` writes it anew: only where the embedded models or what they are asked changed.
 """
 
 import json
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import compose_config, losses
 
 import selfspec
 from selfspec.api import Spec
 from selfspec.cli.training_runs import run_training
+from selfspec.core.stats import Stats
+from selfspec.data.corpus import PythonSource
+from selfspec.data.questions import Asking, read_questions
 
 RECORD_FILE = Path(__file__).parent / "record.json"
 RECORD: dict[str, Any] = json.loads(RECORD_FILE.read_text())
 POINTS = [tuple(key.split(" ")) for key in RECORD["passes"]]
+NEW_TOKENS, SEED = RECORD["new_tokens"], RECORD["seed"]
 FEW = ("0.0 8", "1.0 16")  # temperature and nodes of the points that are always checked, on one prompt
 
 
@@ -26,38 +33,35 @@ def spec(name: str) -> Spec:
     return selfspec.load(name, target="tiny-target", dtype="float32")
 
 
-def settings_of(temperature: float, seed: int, nodes: int) -> dict[str, Any]:
-    return {"temperature": temperature, "seed": seed, "nodes": nodes}
-
-
-def check(name: str, temperature: str, nodes: str, count: int) -> None:
-    passes = []
-    for i, prompt in enumerate(RECORD["prompts"][:count]):
-        settings = settings_of(float(temperature), RECORD["seed"] + i, int(nodes))
-        result = spec(name).generate([prompt], RECORD["new_tokens"], **settings)
-        assert result.token_ids[0] == RECORD["tokens"][temperature][i]
-        passes.append(result.stats.passes)
-    assert passes == RECORD["passes"][f"{name} {temperature} {nodes}"][:count]
+def decoded(name: str, temperature: str, nodes: str, prompts: list[list[int]]) -> tuple[Any, list[int], Stats]:
+    """Tokens and passes of prompts one by one, each with a seed of its own; tokens and statistics as one batch."""
+    given, seeds = (NEW_TOKENS, float(temperature)), [SEED + i for i in range(len(prompts))]
+    alone = [
+        spec(name).generate([prompt], *given, seed=seed, nodes=int(nodes))
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    batch = spec(name).generate(prompts, *given, seed=seeds, nodes=int(nodes))
+    assert batch.token_ids == [result.token_ids[0] for result in alone]
+    return batch.token_ids, [result.stats.passes for result in alone], batch.stats
 
 
 @pytest.mark.parametrize(
     ("name", "temperature", "nodes"), [point for point in POINTS if " ".join(point[1:]) in FEW], ids="-".join
 )
 def test_tokens_and_passes(name, temperature, nodes):
-    check(name, temperature, nodes, 1)
+    tokens, passes, _ = decoded(name, temperature, nodes, RECORD["prompts"][:1])
+    assert tokens == RECORD["tokens"][temperature][:1]
+    assert passes == RECORD["passes"][f"{name} {temperature} {nodes}"][:1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "temperature", "nodes"), POINTS, ids="-".join)
 def test_all_tokens_and_passes(name, temperature, nodes):
-    check(name, temperature, nodes, len(RECORD["prompts"]))
-    seeds = [RECORD["seed"] + i for i in range(len(RECORD["prompts"]))]
-    together = spec(name).generate(
-        RECORD["prompts"], RECORD["new_tokens"], float(temperature), seed=seeds, nodes=int(nodes)
-    )
-    assert together.token_ids == RECORD["tokens"][temperature]
-    assert [together.stats.passes, together.stats.calls] == RECORD["batch_passes"][f"{name} {temperature} {nodes}"]
+    key, (tokens, passes, batch) = f"{name} {temperature} {nodes}", decoded(name, temperature, nodes, RECORD["prompts"])
+    assert tokens == RECORD["tokens"][temperature]
+    assert passes == RECORD["passes"][key]
+    assert [batch.passes, batch.calls] == RECORD["batch_passes"][key]
 
 
 TRAINED = {
@@ -93,3 +97,24 @@ def losses_of(name: str, tmp_path: Path) -> list[float]:
     overrides = [f"name={name}", f"data.root={tmp_path / 'text'}", *SETTINGS.split(), *TRAINED[name]]
     run_training(compose_config("train", *overrides), tmp_path / "run")
     return losses(tmp_path / "run")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    tokenizer, source = spec("tiny-medusa").tokenizer, PythonSource()
+    asked = [
+        read_questions(Asking(name, None, 8, 48), tokenizer, source.evaluation) for name in ("instructions", "source")
+    ]
+    prompts = [question.opening(0, [], tokenizer) for questions in asked for question in questions]
+    RECORD |= {"prompts": prompts, "tokens": {}, "passes": {}, "batch_passes": {}, "training": {}}
+    for name, temperature, nodes in POINTS:
+        tokens, passes, batch = decoded(name, temperature, nodes, prompts)
+        assert tokens == RECORD["tokens"].setdefault(temperature, tokens), (name, temperature, nodes)
+        RECORD["passes"][f"{name} {temperature} {nodes}"] = passes
+        RECORD["batch_passes"][f"{name} {temperature} {nodes}"] = [batch.passes, batch.calls]
+        print(name, temperature, nodes, sum(passes), flush=True)
+    for name in TRAINED:
+        with tempfile.TemporaryDirectory() as folder:
+            RECORD["training"][name] = losses_of(name, Path(folder))
+        print(name, RECORD["training"][name][-1], flush=True)
+    RECORD_FILE.write_text(json.dumps(RECORD) + "\n")

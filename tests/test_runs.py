@@ -53,6 +53,13 @@ from selfspec.utils.tracking import Logged, RunLog, WandbConfig, whole_lines
 # -- the folder
 
 
+def measured(drafter: str, source: Path, questions: str = "source") -> tuple[str, ...]:
+    """A short measurement, as it is typed."""
+    short = f"decode.questions={questions} decode.prompts=1 decode.max_new_tokens=4 decode.prompt_tokens=8"
+    arms = ("decode.repeats=1", "decode.arms=[autoregressive,speculative]", "logger=none")
+    return "decode", f"drafter={drafter}", f"data.root={source}", *short.split(), *arms
+
+
 def test_one_process_at_a_time(tmp_path):
     config, folder = OmegaConf.create({"name": "x", "loop": {"steps": 3}}), tmp_path / "run"
     with run_folder(config, folder, folder / "begun"):
@@ -118,10 +125,7 @@ def test_nothing_is_written_beside_runs(tmp_path, monkeypatch):
 
 def test_a_failing_point_does_not_end_a_sweep(tmp_path, monkeypatch, heads_folder, source_root, capsys):
     monkeypatch.chdir(tmp_path)
-    small = "decode.prompts=2 decode.prompt_tokens=8 decode.max_new_tokens=6 decode.questions=source logger=none"
-    small += " decode.repeats=1 decode.arms=[autoregressive,speculative]"
-    swept = ("-m", f"drafter={heads_folder},{tmp_path}", f"data.root={source_root}", *small.split())
-    assert typed("decode", *swept) == 2
+    assert typed(*measured(f"{heads_folder},{tmp_path}", source_root), "-m") == 2
     told = capsys.readouterr()
     assert "1 of 2 points of runs/decode/" in told.err.splitlines()[-1]
     assert f"no drafter at '{tmp_path}'" in told.err.splitlines()[-1]
@@ -512,9 +516,7 @@ def test_what_is_finished_stays(heads_folder, tiny_folder, source_root, tmp_path
         in said
     )
 
-    short = "decode.questions=source decode.prompts=1 decode.max_new_tokens=4 decode.prompt_tokens=8 decode.repeats=1"
-    arms = "decode.arms=[autoregressive,speculative]"
-    again = ("decode", f"drafter={heads_folder}", "logger=none", f"data.root={source_root}", *short.split(), arms)
+    again = measured(str(heads_folder), source_root)
     for said in (False, True):
         assert typed(*again, "hydra.run.dir=runs/point") == 0
         assert ("runs/point is finished" in capsys.readouterr().out) == said
@@ -530,9 +532,7 @@ def test_a_finished_measurement_is_of_these_questions(heads_folder, source_root,
     """It is shown for no others, nor without its settings; a damaged summary is made anew from the records."""
     monkeypatch.chdir(tmp_path)
     Path("mine.jsonl").write_text('{"text": "def one(a, b):"}\n')
-    short = ("decode.questions=mine.jsonl", "decode.prompts=1", "decode.max_new_tokens=4", "decode.repeats=1")
-    arms = ("decode.arms=[autoregressive,speculative]", "logger=none", f"data.root={source_root}")
-    again = ("decode", f"drafter={heads_folder}", *arms, *short, "hydra.run.dir=runs/point")
+    again = (*measured(str(heads_folder), source_root, "mine.jsonl"), "hydra.run.dir=runs/point")
     assert typed(*again) == 0
     whole = Path("runs/point/summary.json").read_text()
     for damaged in ("{}", whole[:50], whole.replace('"arms"', '"arm"')):
@@ -556,9 +556,7 @@ def test_what_was_measured_of_another_drafter_is_no_result_of_this_one(
     """Finished or killed: a drafter that was trained anew under its name, and another machine."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(heads_folder, "mine")
-    short = "decode.questions=source decode.prompts=1 decode.max_new_tokens=4 decode.prompt_tokens=8 decode.repeats=1"
-    arms = "decode.arms=[autoregressive,speculative]"
-    again = ("decode", "drafter=mine+prompt_lookup", "logger=none", f"data.root={source_root}", *short.split(), arms)
+    again = measured("mine+prompt_lookup", source_root)
     assert typed(*again, "hydra.run.dir=runs/point") == 0
     Path("mine").rename("before")
     spec = selfspec.load("before")

@@ -2,6 +2,7 @@ import inspect
 import math
 import pydoc
 import warnings
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from threading import Lock
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Watch, made, refused, save_tiny, tiny_model, typed
+from conftest import Watch, made, refused, save_tiny, stock, tiny_model, typed
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
 import selfspec
@@ -364,17 +365,15 @@ def test_a_target_that_was_changed_is_named(heads_folder):
     refused(r"changed after loading.*400", spec.autoregressive, TEXTS, 4)
 
 
-def test_what_is_hooked_into_the_target_counts(heads_folder):
-    """A hook on the stock model (steering, logging) is obeyed from the next call on, and gone when it is removed."""
-    spec = selfspec.load(str(heads_folder))
-    before = spec.generate(TEXTS[:1], 12).token_ids[0]
-    ids = torch.tensor(spec.encode(TEXTS[:1]))
-    handle = spec.target.layers[1].register_forward_hook(lambda m, a, out: out * -3.0 + 1.0)
-    steered = spec.generate(TEXTS[:1], 12).token_ids[0]
-    reference = spec.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    assert steered == spec.autoregressive(TEXTS[:1], 12).token_ids[0] == reference[0, ids.shape[1] :].tolist() != before
-    handle.remove()
-    assert spec.generate(TEXTS[:1], 12).token_ids[0] == before
+def follows(spec: Spec, *changes: Callable[[], Any]) -> list[list[int]]:
+    """Each change of the stock model counts from the next call on, drafted and plain: the texts behind them."""
+    ids, texts = torch.tensor(spec.encode(TEXTS[:1])), []
+    for change in (lambda: None, *changes):
+        change()
+        texts.append(stock(spec.target.model, ids[0].tolist(), 12))
+        assert spec.generate(TEXTS[:1], 12).token_ids[0] == texts[-1] == spec.autoregressive(TEXTS[:1], 12).token_ids[0]
+    assert len(set(map(tuple, texts))) >= 4
+    return texts
 
 
 class Steered(torch.nn.Module):
@@ -391,45 +390,36 @@ class Steered(torch.nn.Module):
 
 def test_what_a_users_module_keeps_counts(tiny_folder):
     spec = selfspec.load("prompt_lookup", tiny_folder)
-    model, ids = spec.target.model, torch.tensor(spec.encode(TEXTS[:1]))
-    steered = model.model.layers[1] = Steered(model.model.layers[1]).eval()
-    vector, texts = torch.full((spec.target.hidden_size,), 9.0), []
-    for change in (
-        lambda: None,
+    layers = spec.target.model.model.layers
+    steered, vector = Steered(layers[1]).eval(), torch.full((spec.target.hidden_size,), 9.0)
+    layers[1] = steered
+    follows(
+        spec,
         lambda: steered.by.update(by=-3.0),
         lambda: steered.more.__setitem__(0, 5.0),
         lambda: setattr(steered.control, "vector", vector),
         lambda: vector.mul_(torch.linspace(-3, 3, len(vector))),
-    ):
-        change()
-        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        assert spec.generate(TEXTS[:1], 12).token_ids[0] == wanted[0, ids.shape[1] :].tolist()
-        texts.append(wanted[0].tolist())
-    assert len(set(map(tuple, texts))) >= 4
+    )
 
 
 def test_settings_that_are_changed_after_the_first_call_count(heads_folder):
-    """Numbers and tensors that modules hold, and values of the config, as the stock model follows them."""
+    """A hook, which is gone when it is removed, numbers and tensors that modules hold, and values of the config."""
     spec = selfspec.load(str(heads_folder))
-    model, layer = spec.target.model, spec.target.layers[1]
-    ids = torch.tensor(spec.encode(TEXTS[:1]))
+    model, layer, hooks = spec.target.model, spec.target.layers[1], list[Any]()
     layer.by, layer.steer = 1.0, torch.zeros(spec.target.hidden_size)
-    layer.register_forward_hook(lambda m, a, out: out * m.by + m.steer)
-    texts = []
-    for change in (
-        lambda: None,
+    steering = lambda m, a, out: out * m.by + m.steer  # noqa: E731
+    texts = follows(
+        spec,
+        lambda: hooks.append(layer.register_forward_hook(lambda m, a, out: out * -3.0 + 1.0)),
+        lambda: hooks.pop().remove(),
+        lambda: hooks.append(layer.register_forward_hook(steering)),
         lambda: setattr(layer, "by", -3.0),
         lambda: layer.steer.normal_(),
         lambda: setattr(layer, "steer", torch.ones_like(layer.steer)),
         lambda: setattr(model.model.norm, "variance_epsilon", 10.0),
         lambda: setattr(layer.self_attn, "scaling", 3.0),
-    ):
-        change()
-        found = spec.generate(TEXTS[:1], 12).token_ids[0]
-        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        assert found == spec.autoregressive(TEXTS[:1], 12).token_ids[0] == wanted[0, ids.shape[1] :].tolist()
-        texts.append(found)
-    assert len(set(map(tuple, texts))) >= 4
+    )
+    assert texts[0] == texts[2] == texts[3] != texts[1]
     spec.target.model.lock = Lock()
     layer.by = 2.0
     refused("holds what can not be copied .*lock.*; take it off", spec.generate, TEXTS[:1], 4)

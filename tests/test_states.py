@@ -32,7 +32,6 @@ from selfspec.drafters.registry import build, config_class, drafter_class
 from selfspec.integrations import serve_target
 from selfspec.integrations.export import export
 from selfspec.integrations.serve_target import (
-    acceptance,
     described,
     probe,
     record,
@@ -564,17 +563,6 @@ def test_commands_of_a_server(folder, tmp_path, monkeypatch):
     refused("--drafter mask", untrained, folder, "mask")
 
 
-def test_acceptance_by_the_servers_counters(fake, tmp_path, whole):
-    from selfspec.data.questions import Asking, read_questions
-
-    path = write_lines(tmp_path / "q.jsonl", [{"question": f"what is {i}"} for i in range(5)])
-    questions = read_questions(Asking(questions=path), whole[1], list)
-    figures = acceptance(fake.url, questions, 6, 0.0, 2)
-    assert figures["tau"] == 2.5
-    assert figures["per_position"] == [1.0, 0.5]
-    assert figures["questions"] == 5
-
-
 def test_the_commands(recorded, fake, folder, tmp_path, capsys):
     commands.states(["--check", str(recorded), "--target", folder])
     said = capsys.readouterr().out
@@ -589,7 +577,9 @@ def test_the_commands(recorded, fake, folder, tmp_path, capsys):
     assert (tmp_path / "dry/config.json").is_file()
     questions = write_lines(tmp_path / "q.jsonl", [{"question": "what is it"}])
     commands.acceptance([fake.url, "--questions", questions, "--target", folder, "--max-new-tokens", "4"])
-    assert "acceptance length 2.50" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "acceptance length 2.50 over 1 drafts; 1 answers" in said
+    assert "accepted by position 1.000 0.500" in said
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import functools
 
 import pytest
 import torch
-from conftest import VOCAB, RandomTrees, refused, tiny_model
+from conftest import VOCAB, RandomTrees, refused, stock, tiny_model
 from families import build
 from sweep import tiny
 from transformers import AutoModel, T5Config, T5ForConditionalGeneration
@@ -163,10 +163,7 @@ def test_longrope_is_exact_up_to_its_original_length_and_refused_behind_it(famil
         )
         assert fast.token_ids == plain.token_ids
         if temperature == 0:
-            ids = torch.tensor(prompts[:1])
-            settings = {"max_new_tokens": 22, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            reference = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-            assert plain.token_ids[0] == reference[0, 10:].tolist()
+            assert plain.token_ids[0] == stock(model, prompts[0], 22)
     with pytest.raises(ValueError, match=r"prompt 1 has 33 tokens.*up to 32 positions \(rope_type longrope"):
         autoregressive(target, [prompts[0], [1] * 33], Options(4))
 
@@ -208,12 +205,10 @@ def test_a_forward_that_was_replaced_is_followed_and_autocast_is_refused(llama):
     mlp.forward = lambda states: 0 * states
     try:
         other = autoregressive(llama, prompts, options).token_ids
-        ids = torch.tensor(prompts)
-        settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        stock = llama.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        theirs = stock(llama.model, prompts[0], 12)
     finally:
         del mlp.forward
-    assert other == stock[:, 4:].tolist() != before
+    assert other == [theirs] != before
     assert autoregressive(llama, prompts, options).token_ids == before
     with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=r"torch\.autocast is on"):
         autoregressive(llama, prompts, options)
