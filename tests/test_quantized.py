@@ -14,7 +14,7 @@ from transformers import QuantoConfig
 
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
-from selfspec.checkpoints.gguf import _scaled
+from selfspec.checkpoints.gguf import _scale_positions
 from selfspec.checkpoints.load_target import load_target
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -200,8 +200,8 @@ def test_a_gguf_file_scales_positions(tmp_path, monkeypatch):
     assert model.config.rope_parameters["rope_type"] == "default"
     gemma = tiny_model("gemma3_text", torch.float32)
     before = gemma.model.rotary_emb
-    assert not _scaled(gemma, [8.0, 1.0, 1.0, 1.0])
-    assert _scaled(gemma, 8.0)
+    assert not _scale_positions(gemma, [8.0, 1.0, 1.0, 1.0])
+    assert _scale_positions(gemma, 8.0)
     after = type(before)(gemma.config)
     torch.testing.assert_close(after.full_attention_inv_freq, before.full_attention_inv_freq / 8)
     assert after.sliding_attention_inv_freq.equal(before.sliding_attention_inv_freq)

@@ -26,7 +26,7 @@ _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, a turn, a
 _AS_GPT2 = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "gigachat", "mellum"}
 _AS_GPT2 |= {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "exaone4", "minerva-7b"}
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
-_SCALED = ((46, "gemma2"), (62, "gemma3"))  # layers of the models of 27B, whose attention is scaled otherwise
+_OTHER_SCALE = ((46, "gemma2"), (62, "gemma3"))  # layers of the models of 27B, whose attention is scaled otherwise
 _GROWTH = 8  # bytes on disk for one of a file's at most: four bits become 16, and a scratch copy may lie beside
 
 
@@ -92,7 +92,7 @@ def _convert(file: Path, folder: Path) -> None:
             file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True, **whole
         )
         model, report = loaded
-        if factors and not _scaled(model, *factors.values()):
+        if factors and not _scale_positions(model, *factors.values()):
             raise _Unread(why)
         if drawn := sorted(report["missing_keys"]):
             why = f"{target} holds no weights for {', '.join(drawn[:3])}"
@@ -139,7 +139,7 @@ def _splits(fields: dict[str, Any]) -> bool:
     return not of_bytes or fields.get("tokenizer.ggml.pre") in {*known, *_AS_GPT2}
 
 
-def _scaled(model: Any, factors: Any) -> bool:
+def _scale_positions(model: Any, factors: Any) -> bool:
     """Write into the config that rotary frequencies are divided by `factors`, one for each or one for all, which
     transformers does not read. False where it has no such form."""
     import torch
@@ -178,7 +178,7 @@ def _other_settings(fields: dict[str, Any], model: Any) -> list[str]:
         for name, value in said.items()
         if value and (turned or "rope" not in name) and not any(_near(value, one) for one in has[name])
     ]
-    if (fields.get(f"{arch}.block_count"), arch) in _SCALED:
+    if (fields.get(f"{arch}.block_count"), arch) in _OTHER_SCALE:
         odd.append("scale of attention")
     return odd
 

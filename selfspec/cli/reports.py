@@ -159,11 +159,6 @@ def _compared(rows: list[Figures]) -> Iterator[tuple[str, Figures]]:
 ERROR = "error.txt"  # of a point of a sweep that failed
 
 
-def sweep_points(folder: Path) -> list[Path]:
-    """The folders of a sweep's points."""
-    return sorted(path for path in folder.iterdir() if (path / "config.yaml").is_file() or (path / ERROR).is_file())
-
-
 class SweepEnd(Callback):
     """Ends a sweep: one table of all its points, of decoding with plots, of training of their last validations. Points
     that failed, while the others went on, are named, with exit code 2."""
@@ -171,7 +166,8 @@ class SweepEnd(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
         with clear_errors():
-            points = sweep_points(folder)
+            ours = "config.yaml", ERROR
+            points = sorted(path for path in folder.iterdir() if any((path / name).is_file() for name in ours))
             if read_points(folder)[0]:
                 run_report(OmegaConf.create({"sweep": str(folder), "against": None}))
             elif done := {home.name: figures for home in points if (figures := finished(home)) is not None}:

@@ -86,15 +86,13 @@ def export(
 
 def _pair(name: str, target: str | None, dtype: str, trust: bool) -> tuple[Target, Drafter, Tokenizer | None]:
     """A drafter on its target, of which only parts are read where it was trained on parts."""
-    if not Path(name).is_dir() or "+" in name or not _of_parts(folder := drafter_folder(name)):
-        return load_pair(name, target, dtype, None, trust=trust)[:3]
-    loaded, tokenizer = load_parts(target or str(read_meta(folder)["target"]["name"]), dtype, "cpu")
-    return loaded, load_drafter(folder, loaded, tokenizer, trust), tokenizer
-
-
-def _of_parts(folder: Path) -> bool:
-    ours = (folder / "drafter.json").is_file()
-    return ours and str(read_meta(folder)["target"]["weights_hash"]).startswith(PARTS)
+    folder = drafter_folder(name) if Path(name).is_dir() and "+" not in name else None
+    if folder is not None and (folder / "drafter.json").is_file():
+        theirs = read_meta(folder)["target"]
+        if str(theirs["weights_hash"]).startswith(PARTS):
+            loaded, tokenizer = load_parts(target or str(theirs["name"]), dtype, "cpu")
+            return loaded, load_drafter(folder, loaded, tokenizer, trust), tokenizer
+    return load_pair(name, target, dtype, None, trust=trust)[:3]
 
 
 def write_engine_files(
