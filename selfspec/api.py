@@ -99,7 +99,7 @@ class Spec:
         return Generated(*parts, rule, forecast, trace, self.tokenizer, reasons)
 
     def _tracer(self, asked: Request, prompts: list[list[int]], options: Options, sources: tuple[str, ...]) -> Tracer:
-        nodes = (asked.nodes or NODES) if sources else 1
+        nodes = (asked.nodes or self.target.width or NODES) if sources else 1
         header: Figures = {"drafter": "+".join(sources) or "plain", "sources": list(sources), "nodes": nodes}
         header["lossy"] = asked.lossy if sources else None
         return Tracer(self.target, self.tokenizer, prompts, options, header)

@@ -11,7 +11,7 @@ A line for each pass and row follows:
 
 - `pass` (from 0), `row`, `position` (of the root in the row);
 - `tokens`, `texts`, `parents` (-1: the root, or a spare node), `scores` (path probabilities; null where the drafter has
-  none), `sources` (indexes into the header's) of the tree's nodes; `masks`: mask rows that rode behind them;
+  none), `sources` (indexes into the header's) of the tree's nodes; `masks`: mask slots behind them;
 - `path`: the kept nodes, root first; `emitted`: the new tokens, the i-th picked at `path[i]`; the i-th is also the
   node `path[i + 1]`, and the last one, where there is no such node, is the bonus token;
 - `pieces`: the text that each of these adds (empty where a character needs further tokens);

@@ -319,6 +319,21 @@ def test_a_drafter_keeps_its_calibration_where_nothing_is_measured(llama):
     assert drafter.calibration == before
 
 
+def test_texts_of_calibration_are_written_once(llama, monkeypatch):
+    given: Any = llama, [[5, 9, 2], [7, 7, 1]], 12
+    first = write_samples(*given, 1.0, [3, 4], quiet=True)
+    monkeypatch.setattr(calibrate_file, "autoregressive", None)
+    for one, again in zip(first, write_samples(*given, 1.0, [3, 4], quiet=True), strict=True):
+        assert torch.equal(one.tokens, again.tokens)
+        assert torch.equal(one.hidden, again.hidden)
+    with pytest.raises(TypeError):  # written anew
+        write_samples(*given, 1.0, [3, 5], quiet=True)
+    changed = Target(copy.deepcopy(llama.model))
+    changed.model.get_output_embeddings().weight.data[3] += 1
+    with pytest.raises(TypeError):
+        write_samples(changed, *given[1:], 1.0, [3, 4], quiet=True)
+
+
 @pytest.mark.parametrize("kind", ["mask", "prompt_lookup"])
 def test_what_calibration_promises_is_what_decoding_does(kind, llama, monkeypatch):
     """Mask slots take rows that nodes do not have, and text ends at EOS."""

@@ -21,8 +21,8 @@ from selfspec.budget.predict import along, monotone
 from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
-from selfspec.core.rows import clock
 from selfspec.core.sampling import Sampling
+from selfspec.core.stats import clock
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.utils.files import Figures, cache_folder, code_hash, read_json, write_text
@@ -74,8 +74,8 @@ def _context(target: Target, rows: int) -> int:
 def pass_costs(target: Target, rows: int = 1, sampled: bool = False, insist: bool = False) -> list[float]:
     """Seconds of a pass over 0, 1, ..., LARGEST nodes per row, all but drafting included; over 0 nodes: of a plain
     step. They are measured where no file holds them. What can not be, since other programs took the machine, is
-    measured once more and then not kept, so that it is measured again when it is asked for again (insist: in other
-    processes alone)."""
+    measured once more and then not kept, so that it is measured again when it is asked for again (insist: kept for this
+    process)."""
     with _measuring:
         if (costs := saved_costs(target, rows, sampled)) is not None:
             return costs

@@ -17,7 +17,7 @@ _PASSES, _STALE = 16, 3  # passes of a call that is held against measured costs,
 
 class Learned:
     """past: by `_of`, costs of passes and what earlier calls taught; decoded: seconds of all calls so far that compiled
-    nothing; due: of them, before the cost of a pass is measured."""
+    nothing; due: seconds that `decoded` must reach before the cost of a pass is measured."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -52,9 +52,10 @@ class Learned:
     def drop_stale_costs(self, stats: Stats, rows: int, sampled: bool) -> None:
         """Drop measured costs that the passes of a call are far below. A machine that is busy throughout makes all
         costs too high by the same factor, so that the costs alone look plausible."""
-        if (key := self._of(rows, sampled)) not in self.past or stats.compiled or stats.calls < _PASSES:
+        known = self.past.get(key := self._of(rows, sampled))
+        if known is None or stats.compiled or stats.calls < _PASSES:
             return
-        if _STALE * stats.seconds_target < stats.calls * self.past[key][0][0]:
+        if _STALE * stats.seconds_target < stats.calls * known[0][0]:
             print("auto: passes take a third of what was measured or less; it is measured again", file=sys.stderr)
             forget(self.target, rows, sampled)
-            del self.past[key]
+            self.past.pop(key, None)  # another thread may have

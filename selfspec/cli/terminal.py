@@ -221,6 +221,10 @@ def _check_complete(args: argparse.Namespace) -> None:
         raise ValueError(f"--trace={args.trace} is a folder; give the name of a file")
 
 
+def _dimmed(text: str, colored: bool) -> str:
+    return f"{DIM}{text}{RESET}" if colored else text
+
+
 def complete(arguments: list[str]) -> None:
     """selfspec complete "def fib(n):\""""
     args = _complete_parser().parse_args(arguments)
@@ -238,8 +242,7 @@ def complete(arguments: list[str]) -> None:
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed", "nodes")
     options = {key: getattr(args, key) for key in names}
     prompt = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
-    dim, reset = (DIM, RESET) if sys.stdout.isatty() or args.color else ("", "")
-    shown = "" if args.chat else f"{dim}{visible(args.prompt)}{reset}"
+    shown = "" if args.chat else _dimmed(visible(args.prompt), sys.stdout.isatty() or args.color)
     if not args.color and args.trace is None:
         pieces = spec.stream(prompt, **options)
         first = next(pieces, "")  # messages of compiling come before the prompt
@@ -247,7 +250,7 @@ def complete(arguments: list[str]) -> None:
         for piece in pieces:
             print(visible(piece), end="", flush=True)
         print()
-        print(f"{dim}{spec.target.exactness}{reset}", file=sys.stderr)
+        print(_dimmed(spec.target.exactness, sys.stderr.isatty()), file=sys.stderr)
         return
     result = spec.generate(prompt, **options, trace=True)
     assert result.trace is not None

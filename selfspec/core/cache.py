@@ -191,8 +191,8 @@ class KVCache:
 
     def commit(self, paths: list[list[int]], kept: Kept | None = None, lengths: Tensor | None = None) -> None:
         """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others. kept:
-        `paths` on the device, which spares an upload; lengths: int64 [B] on the device, given only where each row keeps
-        its first nodes: how many."""
+        `paths` on the device, which spares an upload; lengths: int64 [B] on the device, how many nodes each row keeps,
+        given only where these are its first ones."""
         moves = bool(self.stores) and any(path != list(range(len(path))) for path in paths)
         replays = bool(self.states) and any(paths)
         if moves or replays:

@@ -45,9 +45,9 @@ class ChainCache:
         self.waiting: list[list[int]] = [[] for _ in range(rows)]
         self.ran: list[tuple[list[int], Any]] = []
 
-    def row_lengths(self, device: torch.device | None = None) -> Tensor:
+    def row_lengths(self) -> Tensor:
         """int64 [rows]."""
-        return torch.tensor(self.lengths, device=self.target.device if device is None else device)
+        return torch.tensor(self.lengths, device=self.target.device)
 
     def commit(self, paths: list[list[int]], kept: Kept | None = None) -> None:
         """Keep the first nodes of the last pass's chains."""
@@ -194,7 +194,8 @@ class ChainTarget(Target):
         if self._positions:
             settings["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None].expand_as(ids)
         out = self._reading[reads](input_ids=ids, **settings)
-        return {**self._aside.outputs, -2: out.logits}, out
+        outputs, self._aside.outputs = self._aside.outputs, {}
+        return {**outputs, -2: out.logits}, out
 
     def _keep(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook; several threads may run passes at once."""

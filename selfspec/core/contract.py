@@ -106,11 +106,11 @@ class MaskSlots(Protocol):
         ...
 
     def draft(self, context: Context) -> DraftTree:
-        """A tree without such rows, for a budget of `context.nodes` with them."""
+        """A tree without mask slots; `context.nodes` counts the slots too."""
         ...
 
     def add_slots(self, tree: DraftTree, context: Context) -> DraftTree:
-        """The tree with as many such rows as `context.nodes` leaves room for, which the pass must run as it is."""
+        """The tree with as many mask slots as `context.nodes` leaves room for; the pass must run it as it is."""
         ...
 
 

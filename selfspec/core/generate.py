@@ -55,12 +55,8 @@ class Result:
         )
 
 
-@torch.inference_mode()
-def autoregressive(
-    target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Drafts | None = None, nodes: int = 1
-) -> Result:
-    """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup. Drafter and
-    nodes are ignored; the signature is that of `speculative`."""
+def autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> Result:
+    """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup."""
     return speculative(target, prompts, options, None)
 
 

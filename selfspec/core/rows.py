@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -189,8 +188,3 @@ def moved_up(going: list[int]) -> list[int]:
     last = iter([row for row in going if row >= count])
     staying = set(going)
     return [row if row in staying else next(last) for row in range(count)]
-
-
-def clock(device: torch.device) -> float:
-    torch.cuda.synchronize(device) if device.type == "cuda" else None
-    return time.perf_counter()

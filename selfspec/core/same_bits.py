@@ -30,7 +30,7 @@ def same_bits(
     of the call. reads: layers that the drafter reads; walks: how passes walk their trees, "greedy", "sampled" or not at
     all; limits: of sampling, see `Sampling.limits`."""
 
-    def known() -> tuple[object, ...]:  # passes that are compiled later have other bits
+    def known() -> tuple[object, ...]:  # what was tried holds until a pass is compiled, which has other bits
         compiled = sum(what.startswith("tree_pass_alone") for what, _, _ in target.engine.made)
         return rows, capacity, reads, walks, limits, torch.get_num_threads(), float32_products(), compiled
 
@@ -43,6 +43,7 @@ def same_bits(
         alike = all(trial.alike(text, reads) for text in range(_TEXTS))
         if known() == now:
             target.tried[now] = alike
+            return alike
     return target.tried[now]
 
 

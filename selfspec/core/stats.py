@@ -24,6 +24,12 @@ def moment(device: torch.device) -> Moment:
     return event
 
 
+def clock(device: torch.device) -> float:
+    """Seconds, when a GPU has done what it was given so far."""
+    torch.cuda.synchronize(device) if device.type == "cuda" else None
+    return time.perf_counter()
+
+
 def elapsed(first: Moment, last: Moment) -> float:
     """Seconds between two moments; waits until a GPU has come to the last one."""
     if isinstance(first, (int, float)):

@@ -51,13 +51,14 @@ def refuse(model: PreTrainedModel) -> None:
     name = type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ())
     stack = layer_stack(model)
-    if _release(_VERSION) < _STATES and any(True for _ in mixers(stack)):
+    stateful = any(True for _ in mixers(stack))
+    if _release(_VERSION) < _STATES and stateful:
         needed = ".".join(map(str, _STATES))
         raise ValueError(f"{name} has layers that keep a state: they need transformers {needed}, here is {_VERSION}")
     others = kinds - {"full_attention", "sliding_attention"}
     if others:
         unknown = sorted({type(part).__name__ for part in stack.modules() if keeps_state(part)})
-        if unknown or not (others <= _STATELESS or any(True for _ in mixers(stack))):
+        if unknown or not (others <= _STATELESS or stateful):
             raise ValueError(
                 f"{name} has layers of kinds that no tree can run over ({', '.join(unknown or sorted(others))})"
             )
@@ -65,7 +66,7 @@ def refuse(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has a layer with a state whose forward was replaced, which no tree would follow")
     takes = inspect.signature(decoder_of(model).forward).parameters
     inside = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
-    if inside or ("position_ids" not in takes and not any(True for _ in mixers(stack))):
+    if inside or ("position_ids" not in takes and not stateful):
         raise ValueError(f"{name} sets positions or windows inside its attention, out of a mask's reach")
     if config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(
@@ -104,11 +105,14 @@ def view(module: M) -> M:
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         shared |= {id(hook): hook for hook in hooks}
     try:
-        return copy.deepcopy(module, shared)
+        copied = copy.deepcopy(module, shared)
     except TypeError as error:  # such as a lock or an open file
         raise ValueError(
             f"{type(module).__name__} holds what can not be copied ({error}); take it off first"
         ) from error
+    if module in _follows:
+        _follows[copied] = _follows[module]
+    return copied
 
 
 def unhooked(module: M) -> M:

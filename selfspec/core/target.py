@@ -42,8 +42,8 @@ class Target:
     def __init__(
         self, model: PreTrainedModel, frozen: bool = True, returns: int | None = None, engine: Engine | None = None
     ) -> None:
-        """frozen: False leaves requires_grad as it is, for views that hold trained parts; returns: how many
-        values layers return, 0 for a tensor alone, where it is known (None: found by a pass when it is needed).
+        """frozen: False leaves requires_grad as it is, for views that hold trained parts; returns: length of the tuple
+        that a layer returns, 0 for a bare tensor (None: a pass finds out when it is needed).
 
         Raises ValueError, with the reason, for a model that trees can not be verified on.
         """
@@ -69,7 +69,7 @@ class Target:
         self.int8 = self.changes.int8  # whether some of its linear maps multiply in 8 bits
         self.width: int | None = None  # nodes of every pass; see `use_width`
         self.tried: dict[tuple[object, ...], bool] = {}  # of calls of one width, see `same_bits`
-        self.rebuilt = -1  # how often parts were built anew; other views of the model follow by it
+        self.rebuilt = -1  # times that parts were rebuilt, but the first; views notice by it that they are old
         self._returns, self.engine = returns, engine or Engine()
         self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
         self._rebuild()
@@ -158,7 +158,8 @@ class Target:
         return len(self.engine.made) + self.engine.waited
 
     def use_engine(self, name: str) -> None:
-        """Run passes by the engine of this name from now on; see `engine_for` for the errors."""
+        """Run passes by the engine of this name from now on: before drafters are built, whose views keep the engine.
+        See `engine_for` for the errors."""
         self.engine, self.tried = engine_for(name, self.device), {}
 
     def use_width(self, width: int | None) -> None:

@@ -20,11 +20,11 @@ class DraftTree:
     scores: float [B, N], the probability that each node lies on the accepted path, by which trees are sized and mixed.
     prunable: False where the pass must run exactly this tree (early exit: its nodes are in the target's cache already;
     lookahead: some nodes work for later passes). start, hidden: where the drafter has run the target's layers below
-    `start` on the nodes, their output [B, N, H]; verification then begins at that layer. through, plain: where nodes
-    behind the first `plain` are mask rows, which no walk reaches, the view of the target that the pass runs on; all
-    others compute there what the target computes. sources: where several drafters share the tree, who proposed each
-    node: bit i for the i-th of `Drafter.sources`. deepest: levels below the root at most, where the drafter knows
-    them: on a GPU it would have to be read.
+    `start` on the nodes, their output [B, N, H]; verification then begins at that layer. plain: how many of the first
+    nodes are drafted tokens; those behind are mask slots, which no walk reaches. through: the view of the target that
+    runs such a tree; on the first `plain` nodes it computes what the target computes. sources: where several drafters
+    share the tree, who proposed each node: bit i for the i-th of `Drafter.sources`. deepest: levels below the root at
+    most, where the drafter knows them: on a GPU it would have to be read.
 
     Raises ValueError for shapes that differ, a first node that is no root, or a parent that does not precede its child.
     """

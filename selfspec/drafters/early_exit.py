@@ -162,9 +162,9 @@ def _block(drafter: EarlyExit, block: Open | None, hidden: Tensor, tree: DraftTr
 
 
 class EarlyExitSession:
-    """What one call keeps. cache: keys and values of the exit block (None without one); late: [B, 1, H], the hidden
-    state of an accepted leaf, and behind: for each row 1 where the block has not run on it yet, with `lag`, the same on
-    the device; ran: nodes of the last tree it ran on, 0 while the prompt is read."""
+    """What one call keeps. cache: keys and values of the exit block (None without one); late: [B, 1, H], the exit's
+    state at the last accepted node; behind: for each row 1 where the block has not read that node; lag: the same on the
+    device; ran: nodes of the last tree that the block ran on, the root included; 0 while prompts are read."""
 
     def __init__(self, drafter: EarlyExit, target: Target, rows: int) -> None:
         self.drafter = drafter
@@ -200,7 +200,6 @@ class EarlyExitSession:
     def observe(self, accepted: Accepted) -> None:
         if self.cache is None:
             self.late, self.lag = self.late[: len(accepted.rows)], self.lag[: len(accepted.rows)]
-            self.behind = [0] * len(accepted.rows)
             return
         states, kept = accepted.features[self.drafter.config.exit - 1], accepted.kept
         paths: list[list[int]] = [[] for _ in states]  # of nodes that the exit block has run

@@ -18,9 +18,8 @@ from selfspec.core.contract import Accepted, Context, MaskSlots, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter, DrafterConfig, Trained
-from selfspec.drafters.parts.ngrams import ListTree, as_tree
+from selfspec.drafters.parts.ngrams import WEIGHT, ListTree, as_tree
 
-_WEIGHT = 8.0  # prior weight of a class of nodes, in checked tokens
 _REST_PASSES = 16  # passes after which trained members are asked again
 _UNSHARED = 0.25  # the part of its probability a child keeps at first where another source proposes something else
 
@@ -82,7 +81,7 @@ class _Row:
         for token in tokens[self.seen :] if self.below else ():
             assert node is not None
             for drafted, child in self.below[node].items():
-                counts = self.right.setdefault(self.classes[child], [_WEIGHT, _WEIGHT])
+                counts = self.right.setdefault(self.classes[child], [WEIGHT, WEIGHT])
                 counts[0] += drafted == token
                 counts[1] += self.believed[child]
             node = self.below[node].get(token)

@@ -283,8 +283,6 @@ class TwoPassSession:
             first = first.to(torch.promote_types(first.dtype, torch.float32)) / context.temperature + noise[:, 0]
         first = first.argmax(-1)
         behind = replace(context, roots=first, lengths=[n + 1 for n in context.lengths], nodes=context.nodes - 1)
-        if behind.nodes == 1:
-            return chain(torch.stack([roots, first], 1))
         each = torch.arange(config.masks, device=roots.device).expand(len(roots), -1)
         inputs = out.logits, each + 1, each.contiguous(), ()
         tokens, parents, scores = drafted_by(mask_tree, drafter, behind, inputs)

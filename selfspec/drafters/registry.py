@@ -214,13 +214,14 @@ def try_out(drafter: Drafter, target: Target) -> None:
     was, name = drafter.training, type(drafter).__qualname__
     drafter.eval()
     prompts, seen = [[0, 1, 0, 1, 0, 1], [1, 0, 1, 1]], _Seen(drafter)
-    for temperature in (0.0, 1.0):
-        options = Options(5, Sampling(temperature), 1)
-        try:
+    exact = target.dtype.itemsize >= 4  # elsewhere near-ties can fall either way
+    try:
+        for temperature in (0.0, 1.0):
+            options = Options(5, Sampling(temperature), 1)
             ids = speculative(target, prompts, options, seen, 8).token_ids
-        except CODE_ERRORS as error:
-            raise failed(drafter, "propose or observe", error) from error
-        exact = target.dtype.itemsize >= 4  # elsewhere near-ties can fall either way
-        if exact and ids != autoregressive(target, prompts, options).token_ids:
-            raise ValueError(f"drafter {name} changes the output: its tree's start or hidden are not for it to set")
-    drafter.train(was)
+            if exact and ids != autoregressive(target, prompts, options).token_ids:
+                raise ValueError(f"drafter {name} changes the output: its tree's start or hidden are not for it to set")
+    except CODE_ERRORS as error:
+        raise failed(drafter, "propose or observe", error) from error
+    finally:
+        drafter.train(was)

@@ -41,13 +41,12 @@ class Captured:
         function: Callable[..., Any],
         device: torch.device,
         note: Callable[[Exception], None],
-        slow: Callable[[], None],
+        not_replayed: Callable[[], None],
     ) -> None:
-        """note: is called with the reason why the function can not be captured; slow: with every call that is not a
-        replay."""
-        self.function, self.device, self.note, self.slow = function, device, note, slow
+        """note: called with the error of a capture that fails; not_replayed: called before every pass that is none."""
+        self.function, self.device, self.note, self.not_replayed = function, device, note, not_replayed
         self.graphs: OrderedDict[tuple[int, ...], _Graph | None] = OrderedDict()
-        self.failed = False
+        self.failed = self.full = False
         self.weights: list[Tensor] | None = None
         self._lock = threading.Lock()
 
@@ -62,7 +61,7 @@ class Captured:
             if self.failed:
                 return self.function(*args)
             if place not in self.graphs:
-                self.slow()
+                self.not_replayed()
                 result = self.function(*args)
                 self.graphs[place] = None
                 while len(self.graphs) > _MOST:
@@ -70,12 +69,12 @@ class Captured:
                 return result
             self.graphs.move_to_end(place)
             if (graph := self.graphs[place]) is None:
-                self.slow()
+                self.not_replayed()
                 try:
                     graph = self.graphs[place] = self._capture(args)
                 except RuntimeError as error:
-                    full = isinstance(error, torch.OutOfMemoryError)  # graphs let go of memory, and are made again
-                    self.failed, self.graphs = not full, OrderedDict()
+                    full = isinstance(error, torch.OutOfMemoryError)  # graphs let go of memory, and are made once more
+                    self.failed, self.full, self.graphs = not full or self.full, full, OrderedDict()
                     self.note(error)
                     return self.function(*args)
             stream = torch.cuda.current_stream(self.device)

@@ -79,7 +79,7 @@ class Engine:
         """Whether all that ran of this function gives a row the same bits whatever rows are beside it, and however
         many. What ran as it is before it was compiled has other bits than what is compiled (see `waits`)."""
         known = (self.eager and function in self.busy) or any(what.startswith(function) for what, _, _ in self.made)
-        return known and not any(what.startswith(function) for what in self.varying)
+        return known and not any(what.startswith(function) for what in list(self.varying))
 
     def waits(self, function: str) -> float:
         """Seconds of this function's calls that ran before it was compiled."""
@@ -264,7 +264,8 @@ class Engine:
 
     def forget(self, modules: Iterable[nn.Module]) -> None:
         """Drop what was compiled for modules that are no longer used."""
-        gone = {id(module) for module in modules}
+        if not (gone := {id(module) for module in modules}):
+            return  # the lock may be held for as long as a thread compiles
         with self._lock:
             self.compiled = {known: code for known, code in self.compiled.items() if not holds(known, gone)}
             self._absent = {known for known in self._absent if not holds(known, gone)}

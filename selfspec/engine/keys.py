@@ -20,7 +20,8 @@ from selfspec.utils.machine import processor
 
 ROUNDS = torch.__version__ >= "2.13"  # from there on inductor keeps every rounding of a model
 _PLAIN = (bool, int, float, str, torch.dtype)
-_OF_MODULES = vars(nn.Module()).keys() - {"training"}
+# Attributes of modules that are no part of a graph: torch's own, and those that hold addresses in this process
+_OF_MODULES = vars(nn.Module()).keys() - {"training"} | {"_made_of", "_copies"}
 _SMALL = 4096  # numbers of a tensor that is no buffer, by which it is known
 
 

@@ -20,8 +20,9 @@ from selfspec.budget.predict import fastest, speedup
 from selfspec.core.generate import Result, speculative_steps, with_room
 from selfspec.core.options import Options
 from selfspec.core.quantized import Int8Linear
-from selfspec.core.rows import MAX_NODES, clock
+from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
+from selfspec.core.stats import clock
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import WalkNoise, read_walk

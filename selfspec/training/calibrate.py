@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypedDict
@@ -10,6 +11,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from selfspec.checkpoints.weights_hash import model_hash
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, as_seed
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
@@ -20,7 +22,8 @@ from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Traine
 from selfspec.drafters.parts.expansion import perturbed
 from selfspec.drafters.parts.ngrams import Tally
 from selfspec.drafters.parts.static_tree import expected_length, static_tree
-from selfspec.utils.files import NOTHING, is_main_process, mean
+from selfspec.training.distill import read, write
+from selfspec.utils.files import NOTHING, cache_folder, digest, is_main_process, mean
 from selfspec.utils.progress import progress
 
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # what each decoding mode is calibrated at
@@ -199,13 +202,14 @@ def write_samples(
     quiet: bool = False,
 ) -> list[Sample]:
     """Let the target continue the prompts (each of at least 2 tokens) by plain decoding, each with its seed; keep its
-    hidden states, and the outputs of the layers named by `reads`."""
-    samples = []
+    hidden states, and the outputs of the layers named by `reads`. The texts stay in the cache folder, for a training
+    that goes on and for other drafters."""
+    samples, made_by = [], (model_hash(target), target.dtype_name, target.int8, target.width, target.engine.name)
     for first in progress(range(0, len(prompts), _BATCH), desc=f"calibration texts, T={temperature:g}", disable=quiet):
         batch = prompts[first : first + _BATCH]
         own_seeds = list(seeds[first : first + len(batch)])
         options = Options(new_tokens, Sampling(temperature), own_seeds, target.end_tokens)
-        for prompt, new, seed in zip(batch, autoregressive(target, batch, options).token_ids, own_seeds, strict=True):
+        for prompt, new, seed in zip(batch, _continued(target, batch, options, made_by), own_seeds, strict=True):
             tokens = torch.tensor(prompt + new)
             with torch.inference_mode():
                 tree = chain(tokens[None].to(target.device))
@@ -214,6 +218,24 @@ def write_samples(
             noise = _noise(seed, target) if temperature > 0 else None
             samples.append(Sample(tokens, len(prompt), out.hidden[0].clone(), features, temperature, noise))
     return samples
+
+
+def _continued(
+    target: Target, prompts: list[list[int]], options: Options, made_by: tuple[object, ...]
+) -> list[list[int]]:
+    """What follows the prompts: as an earlier call wrote it, or written now and kept. made_by: what the texts depend on
+    beside the options."""
+    asked = prompts, options.max_new_tokens, options.sampling, options.seed, sorted(options.eos)
+    settings = {"settings": digest(*made_by, target.device.type, torch.__version__, *asked)}
+    path = cache_folder() / "calibration" / f"{settings['settings']}.safetensors"
+    if (kept := read(path, settings, ("tokens", "sizes"))) is None:
+        new = autoregressive(target, prompts, options).token_ids
+        sizes = torch.tensor([len(row) for row in new])
+        kept = {"tokens": torch.tensor([token for row in new for token in row], dtype=torch.int64), "sizes": sizes}
+        with suppress(OSError):  # of a folder that can not be written to
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, settings, kept)
+    return [part.tolist() for part in kept["tokens"].split(kept["sizes"].tolist())]
 
 
 def _noise(seed: int, target: Target) -> Callable[[Tensor], Tensor]:

@@ -72,9 +72,11 @@ def train_drafter(run: DrafterRun) -> Figures:
     device = run.target.device
     if device.type == "cuda" and device.index is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         torch.cuda.set_device(device)  # accelerate takes the first GPU where there is one process
+    known, run.target.saved_hash = run.target.saved_hash, target_hash(run.target)  # asked for again and again
     try:
         return _train(run, Accelerator(cpu=device.type == "cpu", mixed_precision="no"))  # loop.precision says it
     finally:
+        run.target.saved_hash = known
         if isinstance(run.states, FromServer):
             run.states.close()
 

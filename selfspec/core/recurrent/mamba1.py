@@ -64,7 +64,8 @@ def _scan(
     kept = 0 if below is None else below.shape[2] - below.shape[1]
     above = None if below is None else _parents(below)
     restarts = above is not None and earlier is None and start is None  # whole texts, one behind another in a row
-    states, outs = list[Tensor](), list[Tensor]()
+    states: list[Tensor] = []  # not list[Tensor](), which can not be compiled
+    outs: list[Tensor] = []
     for node in range(dt.shape[2]):
         state = states[-1] if states else before
         if restarts and above is not None:

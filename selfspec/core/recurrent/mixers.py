@@ -81,7 +81,10 @@ def _forward(cls: Any) -> Callable[..., Any]:
             return stock(self, *args, **{name: None if a is states else a for name, a in kwargs.items()})
         if scans:
             mamba1.pending.scans = states.scans(self.layer_idx)  # type: ignore[arg-type]
-        return ours(self, *args, **kwargs)
+        out = ours(self, *args, **kwargs)
+        if scans:
+            mamba1.pending.scans = None  # it holds the call's cache
+        return out
 
     return forward
 

@@ -58,8 +58,9 @@ def read(
     with torch.autocast(keys.device.type, enabled=False):  # sums of decays do not bear bfloat16
         earlier, nodes = recurrence.written, keys.shape[2]
         below = None if recurrence.below is None else recurrence.below.to(keys.device)
+        outs: list[Tensor] = []  # not list[Tensor](), which can not be compiled
         if below is not None and decays.ndim == 4 and nodes > PIECE:  # a decay for each channel: in pieces, for memory
-            outs, kept = list[Tensor](), below.shape[2] - below.shape[1]
+            kept = below.shape[2] - below.shape[1]
             for start, part in _pieces(queries, keys, values, decays, beta):
                 seen = below[:, start : start + PIECE, : kept + start + part[1].shape[2]]
                 out, new = _piece(recurrence.state, recurrence.written, *part, seen)
@@ -71,7 +72,7 @@ def read(
             out, new = _piece(recurrence.state, earlier, queries, keys, values, decays, beta, below)
             recurrence.written = new.behind(earlier)
             return out
-        outs, state, base = list[Tensor](), recurrence.state, None
+        state, base = recurrence.state, None
         for _, part in _pieces(queries, keys, values, decays, beta):
             out, new = _piece(state, None, *part, chain_below(part[1], None))
             outs.append(out)

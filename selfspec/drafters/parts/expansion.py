@@ -41,7 +41,8 @@ _MANY, _FEW, _PARTS = 1 << 13, 64, 32  # of so many scores at least, so few at m
 
 def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of scores [..., V], the largest first, and their places, as `topk` gives them (but for the order of
-    equal ones). Of many, only those are sorted that share a place with one of the k largest maxima over 32 parts."""
+    equal ones). Many are cut into 32 parts, one below the other; only columns with one of the k largest maxima are
+    sorted."""
     size = scores.shape[-1]
     if size < _MANY or k > _FEW:
         return torch.topk(scores, k, -1)

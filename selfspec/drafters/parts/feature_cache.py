@@ -48,7 +48,7 @@ class FeatureCache(Generic[L, V], ABC):
     """The KV caches of draft layers in one call, and their pending rows: features of verified positions that they have
     not read. caches: of layers in a row, of which the k-th has k entries fewer than the first; carried: see
     `PendingRows`; pending: per row [n, F*H]; late: what the last pass accepted, which comes after them; reading: how
-    many positions of each row the last function read, on the device too, to be committed once it has run."""
+    many positions of each row the last function read (a list, and on the device); the next call commits them."""
 
     def __init__(self, layer: L) -> None:
         self.layer = layer

@@ -98,7 +98,8 @@ class GatedTarget(Adapted):
         self.scales, self.biases = nn.ParameterList(), nn.ParameterList()
         if rank is None:
             for name in wanted:
-                shape, device = (masks, _outputs(model.get_submodule(name))), target.device
+                linear, device = cast(nn.Linear, model.get_submodule(name)), target.device
+                shape = masks, linear.weight.shape[1 if isinstance(linear, Conv1D) else 0]
                 self.scales.append(nn.Parameter(torch.ones(shape, dtype=dtype, device=device)))
                 self.biases.append(nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)))
         embeddings = target.model.get_input_embeddings()
@@ -200,9 +201,3 @@ def _flat_rows(model: PreTrainedModel, paths: list[str]) -> set[str]:
         tokens = torch.zeros(1, 2, dtype=torch.long, device=model.get_output_embeddings().weight.device)
         looked.get_decoder()(input_ids=tokens, use_cache=False)
     return flat
-
-
-def _outputs(module: nn.Module) -> int:
-    """How many outputs a linear map has."""
-    weight = cast(nn.Linear, module).weight
-    return weight.shape[1] if isinstance(module, Conv1D) else weight.shape[0]

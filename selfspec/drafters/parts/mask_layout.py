@@ -85,9 +85,10 @@ def fitting(slots: tuple[int, ...], room: int) -> tuple[int, ...]:
 
 
 def behind(kept: Kept, hosts: Tensor, slots: tuple[int, ...], count: int, masks: int) -> tuple[Tensor, Tensor]:
-    """For each depth, int64 [B, K] both, the row of a pass that forecasts it behind the last kept node, and which mask
-    of its group that row is: a mask slot of its own, or of its nearest ancestor that reaches as far; -1 where there is
-    none. hosts, slots: of the tree of `count` nodes in that pass, as `with_mask_slots` gives and takes them."""
+    """For each depth behind the last kept node, int64 [B, K] both: the row of the pass that forecasts it (-1: none),
+    and which mask of its group that row is. It is the node's own slot, else that of its nearest ancestor whose group
+    reaches so far. hosts, slots: of the tree of `count` nodes in that pass, as `with_mask_slots` gives and takes
+    them."""
     widths = [min(wanted, count) for wanted in slots[: next((j for j, n in enumerate(slots) if not n), len(slots))]]
     firsts = [count + sum(widths[:j]) for j in range(len(widths))]
     device, more = hosts.device, [0] * (2 * masks - len(widths))

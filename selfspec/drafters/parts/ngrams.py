@@ -9,16 +9,18 @@ from torch import Tensor
 
 from selfspec.core.tree import DraftTree, depths_of, trusted
 
+WEIGHT = 8.0  # of what was believed before, in checked choices
+
 
 class Tally:
     """How often drafted choices of each class are right, counted while decoding on top of what was measured before.
 
-    table[i][j]: the acceptance rate of the j-th choice of class i; it weighs as much as `weight` checked choices.
+    table[i][j]: the acceptance rate of the j-th choice of class i; it weighs as much as WEIGHT checked choices.
     """
 
-    def __init__(self, table: list[list[float]], weight: float = 8.0) -> None:
-        self.right = [[weight * rate for rate in row] for row in table]
-        self.tried = [[weight] * len(row) for row in table]
+    def __init__(self, table: list[list[float]]) -> None:
+        self.right = [[WEIGHT * rate for rate in row] for row in table]
+        self.tried = [[WEIGHT] * len(row) for row in table]
 
     def rate(self, i: int, j: int) -> float:
         return self.right[i][j] / self.tried[i][j]

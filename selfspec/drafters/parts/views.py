@@ -27,7 +27,11 @@ def inject(holder: nn.Module, rank: int, modules: list[str], name: str, dtype: t
     """Put a LoRA adapter of this name into the linear modules so named inside `holder`; it is trained in `dtype`."""
     with warnings.catch_warnings():  # PEFT warns of a second adapter, and of tied weights it might merge into
         warnings.simplefilter("ignore", UserWarning)
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=modules), holder, adapter_name=name)
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=modules)
+        # In a list, which has no config: PEFT takes maps of families with experts for the experts'
+        listed = nn.ModuleList([holder])
+        inject_adapter_in_model(config, listed, adapter_name=name)
+    holder.peft_config = getattr(holder, "peft_config", {}) | listed.peft_config  # type: ignore[operator]
     for parameter_name, parameter in holder.named_parameters():
         if "lora_" in parameter_name and f".{name}." in parameter_name:
             parameter.data = parameter.data.to(dtype)

@@ -189,6 +189,7 @@ def _machine() -> str:
 def measure(outputs: int, width: int) -> Figures:
     """kernel: the name of the choice (None: no kernel is row-invariant); ms: of each kernel at each of ROWS; varies:
     kernels that are not row-invariant."""
+    pages.chunk = None  # a chunk that weights in use share would stay for what is measured, and the other way round
     copies = min(COPIES, math.ceil(_COLD / (2 * outputs * width)))
     weights = [torch.randn(outputs, width, dtype=torch.bfloat16) for _ in range(copies)]
     if has_tiles():  # where targets' weights lie, too
@@ -213,6 +214,7 @@ def measure(outputs: int, width: int) -> Figures:
     score = {name: math.prod(times.values()) * (OURS if name in ours else 1) for name, times in ms.items()}
     best = next((name for name in sorted(score, key=lambda name: score[name]) if name not in varies), None)
     times = {name: {str(n): round(value, 4) for n, value in of.items()} for name, of in ms.items()}
+    pages.chunk = None
     return {"kernel": best, "ms": times, "varies": varies}
 
 

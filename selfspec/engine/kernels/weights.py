@@ -135,9 +135,6 @@ def _lay_out(weights: Sequence[Tensor]) -> LaidOut | None:
 
 def laid_out_bytes() -> int:
     """Memory that laid-out weights take, beside the model's own."""
-    tensors = (part for each in _laid_out.values() for part in _tensors(each.weights))
+    laid = [each.weights for each in list(_laid_out.values())]  # a thread may add to it
+    tensors = [part for one in laid for part in ((one,) if isinstance(one, Tensor) else one)]
     return sum(part.numel() * part.element_size() for part in tensors)
-
-
-def _tensors(weights: Any) -> tuple[Tensor, ...]:
-    return (weights,) if isinstance(weights, Tensor) else weights
