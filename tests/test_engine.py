@@ -24,6 +24,7 @@ from selfspec.cli.evaluation_runs import _loaded
 from selfspec.cli.run_folders import typed
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
+from selfspec.core.quantized import Int8Linear
 from selfspec.core.sampling import Noise, Sampling, pick
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, ancestors, chain
@@ -477,6 +478,12 @@ def test_what_follows_its_user_is_not_compiled(how, capsys):
 def test_structure_tells_modules_apart():
     a, b = tiny_model(), tiny_model()
     assert structure(a) == structure(b)
+    small = [Int8Linear(nn.Linear(32, 16, bias=False, dtype=torch.bfloat16)) for _ in range(2)]
+    assert structure(small[0]) == structure(small[1])  # wherever they lie
+    masks = [made("mask", Target(model), masks=2, rank=2).eval() for model in (a, b)]
+    for drafter in masks:
+        drafter.gated.behind(1, [0, 1])
+    assert structure(masks[0]) == structure(masks[1])
     assert structure(tiny_model(rms_norm_eps=1e-3)) != structure(a)
     assert structure(tiny_model(num_hidden_layers=2)) != structure(a)
     target = Target(a)

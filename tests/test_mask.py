@@ -7,6 +7,7 @@ import torch
 from conftest import VOCAB, Watch, made, random_drafter, tiny_model
 from families import FAMILIES, build
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from selfspec.core.generate import autoregressive, speculative
@@ -17,6 +18,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import Kept
 from selfspec.drafters.base import Calibration
+from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.mask import MaskSession
 from selfspec.drafters.parts.mask_layout import Layout, behind, layout, with_mask_slots
 from selfspec.drafters.parts.static_tree import expected_length
@@ -145,16 +147,30 @@ def test_forecasts_that_are_right_are_accepted(temperature, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_pass_of_their_own_begins_with_a_token_that_is_right(temperature):
-    target, prompt = Target(tiny_model()), [5, 9, 2, 7, 7, 1]
+    target, prompt, options = Target(tiny_model()), [5, 9, 2, 7, 7, 1], Options(30, Sampling(temperature), 3)
     drafter = made("mask", target, masks=3, passes=2, rank=4, correction=4).eval()
-    found = speculative(target, [prompt], Options(30, Sampling(temperature), 3), drafter, 8)
-    plain = autoregressive(target, [prompt], Options(30, Sampling(temperature), 3))
+    found = speculative(target, [prompt], options, drafter, 8)
+    plain = autoregressive(target, [prompt], options)
     assert found.token_ids == plain.token_ids
     assert min(found.stats.lengths[:-1]) >= 2
+    mixed = Hybrid(target, {"mask": drafter, "prompt_lookup": made("prompt_lookup", target)}).eval()
+    for nodes in (2, 3):
+        assert speculative(target, [prompt], options, mixed, nodes).token_ids == plain.token_ids
     mode = "sampled" if temperature else "greedy"
     drafter.calibration[mode] = Calibration([[0.5]] * 3, [1.0] * 3)
     by = drafter.session(target, 1), drafter.calibration[mode].acceptance, mode
     assert [expected_length(*by, nodes) for nodes in (2, 3, 4)] == [2.0, 2.5, 2.75]
+
+
+def test_maps_of_a_family_of_experts_get_adapters():
+    """PEFT takes maps of such a family for the experts', whether it has any or not."""
+    target = Target(build("Qwen3-MoE", mlp_only_layers=[0, 1]))
+    drafter = random_drafter("mask", target, masks=2, rank=4)
+    model = next(iter(drafter.gated.adapters.values()))
+    adapted = {name for name, part in model.named_modules() if isinstance(part, LoraLayer)}
+    assert adapted == {f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    plain = autoregressive(target, PROMPTS, Options(12)).token_ids
+    assert speculative(target, PROMPTS, Options(12), drafter.eval(), 9).token_ids == plain
 
 
 @pytest.mark.parametrize("change", ["hook", "lora", "replaced"])

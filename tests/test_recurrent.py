@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from selfspec.core import support
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, Seen
-from selfspec.core.recurrent import mixers
+from selfspec.core.recurrent import mamba1, mixers
 from selfspec.core.sampling import Sampling
 from selfspec.core.support import cache_name
 from selfspec.core.target import Target
@@ -130,11 +130,9 @@ def compare(model: PreTrainedModel, trees: int, checked: int, commits: int = 0) 
     return worst
 
 
-@pytest.mark.parametrize("scale", [0.0, 3.0])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize(("name", "scale"), [*((name, 0.0) for name in RECURRENT), *((name, 3.0) for name in KINDS)])
 def test_nodes_are_step_by_step_decoding(name, scale, judge):
-    if scale and name not in KINDS:
-        pytest.skip("fast decay is tested on one family of each kind")
+    """The larger scale is a fast decay."""
     assert compare(judge(name, scale), trees=3, checked=2) < BOUND.get(name, 1e-9)
 
 
@@ -229,6 +227,15 @@ def test_compiled_text_is_eager_text(name, backend, drafts):
     assert result.token_ids == plain
     assert not target.engine.failed
     assert result.stats.exact == "in every test"
+
+
+def test_a_scan_is_traced_whole():
+    target = Target(build("Mamba", dtype=torch.float32))
+    plain = autoregressive(target, PROMPTS[:1], Options(3)).token_ids
+    target.engine = Engine("eager", quiet=True)
+    assert autoregressive(target, PROMPTS[:1], Options(3)).token_ids == plain
+    assert not target.engine.failed
+    assert getattr(mamba1.pending, "scans", None) is None  # it holds the call's cache
 
 
 def test_rows_end_and_move():
