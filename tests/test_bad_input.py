@@ -213,6 +213,8 @@ REFUSED = [
     ("train", f"{AT_ONCE} data=text data.root=. data.validation_share=half", "data.validation_share='half' must lie"),
     ("train", f"{AT_ONCE} data.max_files=0", "data.max_files=0 must be at least 1"),
     ("train", f"{AT_ONCE} data=jsonl data.path={__file__} data.tolerate=-1", "data.tolerate=-1 must be at least 0"),
+    ("train", f"{AT_ONCE} data=jsonl data.path={__file__} data.tolerate=1.5", "data.tolerate=1.5 must be an integer"),
+    ("train", f"{AT_ONCE} data=jsonl data.path={__file__} data.record_mb=x", "data.record_mb='x' must be at least 1"),
     ("train", f"{AT_ONCE} data=synthetic data.sampled=7", "data.sampled=7 must lie in [0, 1]"),
     ("train", f"{AT_ONCE} wandb.tags=[[a],b]", "wandb.tags holds ['a']; give texts"),
     ("train", f"{AT_ONCE} -m drafter=mtp drafter.heads=2,3", "there is no drafter.heads; did you mean drafter.head ("),

@@ -125,7 +125,7 @@ def test_a_cut_answer_that_is_not_shown_costs_no_other(last, special, tmp_path):
     for question in ("a", "b"):
         turns = [("user", question), ("assistant", "whole"), ("user", "and?")]
         messages = [*({"role": role, "content": words} for role, words in turns), last]
-        records.append({"messages": messages, "finish": ["stop", "length"]})
+        records.append({"messages": messages, "finish": "length" if question == "a" else ["stop", "length"]})
     data = JsonLines(path=write_lines(tmp_path / "d.jsonl", records), tokenizer=made.tokenizer, ends=made.ends)
     (document, *_), _ = data.train(), data.validation()
     assert [text for text, counts in document.spans if counts] == ["whole<|im_end|>"]

@@ -291,9 +291,14 @@ def test_arms_of_other_questions_are_refused(overrides, tmp_path):
         refused("holds arms on other questions at T=0", run_compare, config, tmp_path / "run")
 
 
-def test_transformers_static_cache_is_compiled_once(overrides, tmp_path):
+def test_transformers_static_cache_is_compiled_once(overrides, tmp_path, monkeypatch):
     from torch._dynamo.utils import counters
 
+    def traced(function: Any, **settings: Any) -> Any:
+        return compiling(function, **{**settings, "backend": "eager", "mode": None})
+
+    compiling = torch.compile
+    monkeypatch.setattr(torch, "compile", traced)
     counters.clear()
     few = "compare.drafters=[prompt_lookup] compare.nodes=[4] compare.draft_model=null"
     run_compare(compose_config("compare", *overrides, *few.split(), "compare.methods=[hf_static]"), tmp_path / "run")

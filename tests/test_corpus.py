@@ -432,14 +432,23 @@ def test_conversations_as_others_write_them(record, text, tokenizer, tmp_path):
 
 def test_a_records_own_system_text_and_weights_are_read(tokenizer, tmp_path):
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    assert [turn["role"] for turn in Chat.of({"conversations": turns, "system": "Be brief."}, "x").messages] == [
-        "system",
-        "user",
-        "assistant",
-    ]
+    for key in ("system", "system_prompt"):  # the same as in questions
+        chat = Chat.of({"conversations": turns, key: "Be brief."}, "x")
+        assert [turn["role"] for turn in chat.messages] == ["system", "user", "assistant"]
+    refused("x: system must be a string", Chat.of, {"conversations": turns, "system": ["Be brief."]}, "x")
+    odd = [{"role": "assistant", "content": "Bad", "weight": "0"}]
+    refused("x: the weight of a turn must be a number", Chat.of, {"messages": odd}, "x")
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bad", "weight": 0}]
     messages += [{"role": "user", "content": "Again"}, {"role": "assistant", "content": "Good", "weight": 1}]
     assert Chat.of({"messages": messages}, "x").answers == [3]
+
+
+@pytest.mark.parametrize("tokens", [[], ["a"]])
+def test_a_conversation_may_name_its_tokens(tokens, tokenizer, tmp_path):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    path = write_lines(tmp_path / "d.jsonl", [{"messages": messages, "tokens": tokens}, {"text": "x"}])
+    documents = [document for document, _ in JsonLines(path=path, tokenizer=tokenizer).documents()]
+    assert "Hello" in [text for document in documents for text, counts in document.spans if counts]
 
 
 def test_a_data_set_that_was_saved(tokenizer, tmp_path):

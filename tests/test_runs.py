@@ -508,6 +508,12 @@ def test_what_is_finished_stays(heads_folder, tiny_folder, source_root, tmp_path
             patch.setattr(Path, name, refuse)
         assert typed(*words, "name=y") == 0
     assert "runs/y is finished, with 2 steps" in capsys.readouterr().out
+    weights = Path("runs/y/drafter/drafter.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    assert typed(*words, "name=y") == 0
+    assert "is truncated or was altered" in capsys.readouterr().err
+    assert weights.read_bytes() == whole
     assert typed(*words, "name=y", "loop.steps=3") == 0
     said = capsys.readouterr().out
     assert "goes on from step 2" in said

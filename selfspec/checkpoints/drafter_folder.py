@@ -74,6 +74,8 @@ def save_drafter(
             save_file(at_rest, out / "adapter_model.safetensors")
             peft_config: LoraConfig = module.peft_config[name]  # type: ignore[assignment, index]
             peft_config.base_model_name_or_path, peft_config.inference_mode = target_name, True
+            if isinstance(peft_config.target_modules, set):  # which would be written in any order
+                peft_config.target_modules = sorted(peft_config.target_modules)
             peft_config.save_pretrained(str(out))
         files = sorted(p.relative_to(scratch).as_posix() for p in scratch.rglob("*") if p.is_file())
         meta = {

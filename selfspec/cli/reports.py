@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, leaves_of, read_points, regimes_of, rows_of, shortened, varying
 from selfspec.evaluation.tables import agreement_table, groups_table, regime_table, table, training_table
 from selfspec.page.build import page_data, write_page
-from selfspec.utils.files import Figures, null_for_nan, read_json, write_text
+from selfspec.utils.files import ORIGIN, Figures, null_for_nan, read_json, write_text
 
 
 def run_page(config: DictConfig) -> None:
@@ -111,7 +112,20 @@ def differences(one: Path, other: Path) -> list[str]:
     listed = {key for key, _, _ in apart}
     both = sorted(name for name in here.keys() & there.keys() if here[name] != there[name] and name[0] not in listed)
     apart += [(name[0], " or ".join(sorted(here[name])), " or ".join(sorted(there[name]))) for name in both]
+    made, beside = _made_with(one), _made_with(other)
+    with_other = sorted(key for key in made.keys() & beside.keys() if made[key] != beside[key])
+    apart += [(key, " or ".join(sorted(made[key])), " or ".join(sorted(beside[key]))) for key in with_other]
     return [f"{key}: {one_value} / {other_value}" for key, one_value, other_value in apart]
+
+
+def _made_with(folder: Path) -> dict[str, set[str]]:
+    """Device, target, code and drafters that runs of a folder were measured with."""
+    found = defaultdict[str, set[str]](set)
+    for path in folder.rglob(ORIGIN):
+        for key, value in read_json(path).items():
+            if isinstance(value, str) and not key.startswith("files "):
+                found[key].add(value)
+    return found
 
 
 _PLACES = {"drafter": "drafter", "compare/drafters": "drafter", "target": "target"}  # keys of names or folders

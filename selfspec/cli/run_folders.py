@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from selfspec.checkpoints.drafter_folder import RENAMED
+from selfspec.checkpoints.drafter_folder import RENAMED, check_files, read_meta
 from selfspec.checkpoints.find import member_names
 from selfspec.training.checkpoint import saved_config
 from selfspec.training.loop_config import LoopConfig
@@ -137,6 +138,12 @@ def finished(folder: Path, loop: LoopConfig | None = None) -> Figures | None:
     summary = next((record["summary"] for record in records[::-1] if "summary" in record), None)
     if summary is None or not (folder / "drafter" / "drafter.json").is_file():
         return None
+    if loop is not None:
+        try:
+            check_files(folder / "drafter", read_meta(folder / "drafter"))
+        except (OSError, ValueError) as error:
+            print(f"{error}; it is made anew", file=sys.stderr)
+            return None
     ended = summary.get("minutes", math.inf)
     short = loop is not None and (summary.get("finished", 0) < loop.steps or ended < (loop.minutes or math.inf))
     if loop is not None and (patience := summary.get("patience")):  # by which it ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,15 +54,16 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
         return plain[0], timed(spec, partial(spec.generate, **arguments, nodes=nodes))[0]
 
     answers(prompts[0])  # warm-up
-    print(f"{DIM}{spec.target.exactness}{RESET}")
+    dim, green, reset = (DIM, GREEN, RESET) if sys.stdout.isatty() else ("", "", "")
+    print(f"{dim}{spec.target.exactness}{reset}")
     for prompt in prompts:
         plain, fast = answers(prompt)
         print(f"\n{visible(prompt.turn_text or text_of(spec.tokenizer, prompt.ids))}")
-        print(f"{DIM}{'plain':<{width}} | speculative, {GREEN}drafted{RESET}{DIM} (group {prompt.group}){RESET}")
+        print(f"{dim}{'plain':<{width}} | speculative, {green}drafted{reset}{dim} (group {prompt.group}){reset}")
         left, right = _lines(plain, width), _lines(fast, width)
         for i in range(max(len(left), len(right))):
             row = [lines[i] if i < len(lines) else [] for lines in (left, right)]
-            print(f"{_painted(row[0], width)} | {_painted(row[1], width)}")
+            print(" | ".join(_painted(line, width, green, reset) for line in row))
         verdicts = [_verdict(result, prompt.right(spec.tokenizer, result.token_ids[0])) for result in (plain, fast)]
         print(f"{verdicts[0]:<{width}} | {verdicts[1]}")
         same = (
@@ -69,7 +71,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
             if plain.token_ids == fast.token_ids
             else "other tokens (selfspec audit tells whether rounding explains it)"
         )
-        print(f"{DIM}{same}, {gain(plain.stats, fast.stats)}{RESET}")
+        print(f"{dim}{same}, {gain(plain.stats, fast.stats)}{reset}")
 
 
 def gain(plain: Stats, fast: Stats) -> str:
@@ -100,9 +102,9 @@ def _lines(result: Generated, width: int) -> list[list[Cell]]:
     return lines
 
 
-def _painted(line: list[Cell], width: int) -> str:
+def _painted(line: list[Cell], width: int, green: str, reset: str) -> str:
     runs = ((drafted, "".join(c for c, _ in run)) for drafted, run in groupby(line, key=lambda cell: cell[1]))
-    return "".join(f"{GREEN}{text}{RESET}" if drafted else text for drafted, text in runs) + " " * (width - len(line))
+    return "".join(f"{green}{text}{reset}" if drafted else text for drafted, text in runs) + " " * (width - len(line))
 
 
 def _verdict(result: Generated, right: bool | None) -> str:

@@ -100,8 +100,11 @@ def export(arguments: list[str]) -> None:
     if Path(args.out).exists():
         raise ValueError(f"--out {args.out} exists; give a folder that does not")
 
+    from transformers.utils import logging
+
     from selfspec.integrations.export import export
 
+    logging.disable_progress_bar()  # of loading weights
     print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype, args.nodes, args.trust_code)))
 
 
@@ -249,7 +252,7 @@ def complete(arguments: list[str]) -> None:
         print(shown + visible(first), end="", flush=True)
         for piece in pieces:
             print(visible(piece), end="", flush=True)
-        print()
+        print(flush=True)
         print(_dimmed(spec.target.exactness, sys.stderr.isatty()), file=sys.stderr)
         return
     result = spec.generate(prompt, **options, trace=True)

@@ -172,8 +172,20 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
 
 
 def _tokenized(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
-    """A data source's training and validation texts as tokens. Records are tokenized by one process of each machine,
-    synthetic conversations written by all."""
+    """A data source's training and validation texts as tokens. Raises ValueError for tokens that the target has not."""
+    texts = _texts(data, target, tokenizer)
+    largest = max(int(part.max()) for text in texts for part in text.tokens.split(1 << 24))
+    if largest >= target.vocab_size:
+        raise ValueError(
+            f"the data hold token id {largest}; target {target.name!r} has ids 0 to {target.vocab_size - 1}, fewer "
+            "than its tokenizer: take the tokenizer that it was trained with, or resize_token_embeddings"
+        )
+    return texts
+
+
+def _texts(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
+    """A data source's texts. Records are tokenized by one process of each machine, synthetic conversations written by
+    all."""
     if isinstance(data, Synthetic):
         shard.group(str(target.device))
         return synthetic(data, target, tokenizer)

@@ -64,8 +64,8 @@ class Chat:
             raise ValueError(f"{place}: {_ARGUMENTS} must be {wanted}, found {arguments!r:.80}")
         messages = [message(turn, place) for turn in turns]
         first = messages[0]["role"] if messages else "system"
-        if isinstance(system := record.get("system"), str) and system and first not in ("system", "developer"):
-            messages = [message({"role": "system", "content": system}, place), *messages]  # as ShareGPT has it
+        if (system := system_of(record, place)) and first not in ("system", "developer"):
+            messages = [message({"role": "system", "content": system}, place), *messages]
         return cls(messages, {**beside, **arguments})
 
     @property
@@ -78,6 +78,15 @@ class Chat:
     def until(self, turn: int, *more: dict[str, Any]) -> Chat:
         """The turns before one, and more behind them."""
         return replace(self, messages=[*self.messages[:turn], *more])
+
+
+def system_of(record: Mapping[str, Any], place: str) -> str:
+    """What the system says beside the turns, as ShareGPT has it; empty where it says nothing. Raises ValueError for
+    what is no text."""
+    system = record.get("system") or record.get("system_prompt") or ""
+    if not isinstance(system, str):
+        raise ValueError(f"{place}: system must be a string, found {system!r:.80}")
+    return system
 
 
 def message(turn: Any, place: str) -> dict[str, Any]:
@@ -103,6 +112,8 @@ def message(turn: Any, place: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, [*ROLE_NAMES, *NAMES], 1, 0.75)
         hint = f"did you mean {near[0]!r}" if near else "use system, user, assistant or tool"
         raise ValueError(f"{place}: the role {role!r} is unknown; {hint}")
+    if not isinstance(fields.get("weight", 0), (int, float)):
+        raise ValueError(f"{place}: the weight of a turn must be a number, 0 or 1, found {fields['weight']!r:.80}")
     if isinstance(calls := fields.get("tool_calls"), list):
         fields["tool_calls"] = [_call(call) for call in calls]
     return {"role": name, "content": content, **fields}

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.chat import NAMES, THOUGHTS, Chat, without_nulls
+from selfspec.data.chat import NAMES, THOUGHTS, Chat, system_of, without_nulls
 from selfspec.data.chat_template import ChatTemplate
 from selfspec.data.corpus import Document
-from selfspec.utils.checks import at_least, shares
+from selfspec.utils.checks import at_least, integer, shares
 
 R = TypeVar("R")
 _SMALL = 1000  # up to this many documents the split is by rank, so that no part is empty
@@ -66,6 +66,7 @@ class Records(ABC):
     def __post_init__(self) -> None:
         shares(self, "data", "validation_share", ends="()")
         at_least(self, "data", 0, "tolerate")
+        integer("data.tolerate", self.tolerate)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -121,6 +122,8 @@ class Records(ABC):
     ) -> Iterator[tuple[object, R]]:
         """Each record with what `read` makes of it and its place. where: the settings of this data. Raises ValueError
         for more broken records than are tolerated."""
+        if self.chat_template_kwargs:
+            assert self.template  # a wrong one is no record's fault
         for place, record in self.records():
             try:
                 if isinstance(record, ValueError):
@@ -143,7 +146,8 @@ class Records(ABC):
         if not isinstance(line, dict):
             raise ValueError(f"{place}: expected an object, found {type(line).__name__}; give one object a line")
         record = without_nulls(line)
-        if _IDS in record or isinstance(record.get("tokens"), list):
+        parts = record.get("tokens")
+        if _IDS in record or (isinstance(parts, list) and any(isinstance(part, dict) for part in parts)):
             return self._of_tokens(record.get("tokens", [record]), place)
         forms = {name: record[name] for name in _FORMS if name in record}
         text, turns = forms.get("text"), forms.get("messages") or forms.get("conversations") or []
@@ -215,6 +219,7 @@ def _chat(record: object, place: str) -> Chat | None:
 
 def _is_cut(finish: object) -> bool:
     """Whether the last of the reasons why a server's answers ended is another than that it was whole."""
+    finish = [finish] if isinstance(finish, str) else finish
     return isinstance(finish, list) and bool(finish) and finish[-1] not in ("stop", "tool_calls")
 
 
@@ -235,8 +240,8 @@ def _digest(record: object) -> float:
     text, turns = record.get("text"), record.get("messages") or record.get("conversations")
     if turns:
         said_by = [_said(turn) for turn in turns]
-        if isinstance(system := record.get("system"), str) and system:
-            said_by = [["system", system], *said_by] if said_by[0][0] not in ("system", "developer") else said_by
+        if (system := system_of(record, "")) and said_by[0][0] not in ("system", "developer"):
+            said_by = [["system", system], *said_by]
         kinds = [role for role, _ in said_by]
         asked = next((i for i, kind in enumerate(kinds) if kind not in ("assistant", "system", "developer")), 0)
         answers = (i for i, kind in enumerate(kinds) if i > asked and kind == "assistant")

@@ -267,8 +267,6 @@ def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any], d
     turns = record.get("turns")
     if turns is not None and not isinstance(turns, list):
         raise ValueError(f"{place}: turns must be a list of texts, not {turns!r:.80}")
-    if "system" not in record and isinstance(said := record.get("system_prompt"), str):
-        record = {**record, "system": said}
     given = isinstance(record.get("messages", record.get("conversations")), list) and not turns
     chat = Chat.of(record if given else {**record, "messages": [{"role": "user", "content": ""}]}, place)
     roles = ["system" if m["role"] == "developer" else m["role"] for m in chat.messages]

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from selfspec.data.documents import Records
+from selfspec.utils.checks import at_least, integer
 
 
 def files_of(path: object, key: str = "data.path") -> list[Path]:
@@ -25,7 +26,8 @@ def files_of(path: object, key: str = "data.path") -> list[Path]:
         names = sorted(glob.glob(one, recursive=True)) if isinstance(one, str) and not Path(one).is_file() else [one]
         files = [Path(name) for name in names if isinstance(name, str) and Path(name).is_file()]
         if not files:
-            raise ValueError(f"{key}={one!r} is not a file, and matches none as a pattern such as data/*.jsonl")
+            such = f"{one}/*.jsonl" if isinstance(one, str) and Path(one).is_dir() else "data/*.jsonl"
+            raise ValueError(f"{key}={one!r} is not a file, and matches none as a pattern such as {such}")
         files_found += files
     if not files_found:
         raise ValueError(f"{key}=[] names no file")
@@ -66,6 +68,11 @@ class JsonLines(_Files):
     megabytes of a record at most."""
 
     record_mb: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, "data", 1, "record_mb")
+        integer("data.record_mb", self.record_mb)
 
     def records(self) -> Iterator[tuple[str, object]]:
         return (pair for path in files_of(self.path) for pair in json_lines(path, self.record_mb))

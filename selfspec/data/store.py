@@ -29,7 +29,7 @@ from selfspec.utils.progress import progress
 
 _PARTS = ("train", "validation")
 _SIZES = {"tokens": ("tokens", 4), "mask": ("tokens", 1), "ends": ("documents", 8), "talks": ("documents", 1)}
-_VERSION = 9  # of the files and of what stands in them
+_VERSION = 10  # of the files and of what stands in them
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,6 +121,12 @@ def _kept(spec: Spec, path: Path, points: Sequence[Point], others: bool) -> list
     """The records of an earlier run, whose answers are checked again: what is right may have been mended since. Raises
     ValueError where they are of other texts, or, without `others`, of other points."""
     records, texts = read_records(path), {point.key: point.texts for point in points}
+    counts = Counter((record.point, record.arm, record.nodes) for record in records)
+    if twice := next((record for record in records if counts[record.point, record.arm, record.nodes] > 1), None):
+        raise ValueError(
+            f"{path} holds {twice.arm} of {twice.questions[0][0] or twice.prompt} twice; delete one of the lines, or "
+            "choose another name="
+        )
     for record in records:
         if not others and record.point not in texts:
             raise ValueError(

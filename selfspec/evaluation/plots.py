@@ -46,7 +46,8 @@ def _rows_height(count: int) -> float:
 
 def _legend(axes: Axes) -> None:
     """Beside the axes, where it can not cover them."""
-    axes.figure.legend(loc="outside right upper", fontsize=7)
+    if axes.get_legend_handles_labels()[0]:
+        axes.figure.legend(loc="outside right upper", fontsize=7)
 
 
 def _bars(axes: Axes, labels: list[str]) -> None:

@@ -194,14 +194,17 @@ def _written(stats: list[Stats], processes: int = 1) -> dict[str, str]:
 
 def read(path: Path, settings: dict[str, str], fields: Sequence[str]) -> dict[str, Tensor] | None:
     """Tensors of a file that was made with these settings; None where there is none, or the disk has changed it."""
-    with suppress(FileNotFoundError, SafetensorError), safe_open(path, "pt") as file:
+    if not path.is_file():
+        return None
+    with suppress(SafetensorError), safe_open(path, "pt") as file:
         about = dict(file.metadata() or {})
         written = about.pop("digest", None)
-        if about == settings:
-            tensors = {name: file.get_tensor(name) for name in fields}
-            if written in (None, _digest(tensors)):  # older versions wrote none
-                return tensors
-            print(f"{path} was changed on the disk and is written anew", file=sys.stderr)
+        if about != settings:
+            return None
+        tensors = {name: file.get_tensor(name) for name in fields}
+        if written in (None, _digest(tensors)):  # older versions wrote none
+            return tensors
+    print(f"{path} was changed on the disk and is written anew", file=sys.stderr)
     return None
 
 

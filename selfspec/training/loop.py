@@ -44,7 +44,7 @@ def resumed(checkpoint: Checkpoint, config: LoopConfig, log: RunLog, first: bool
     if 0 < config.patience <= state.since:
         notes.append(f"loop.patience={config.patience}: {state.since} validations brought nothing better; raise it")
     if first:
-        recorded = log.rewind(state.step)
+        recorded = log.rewind(state.step, state.pending)
         if state.step - recorded > max(config.log_every, 1):
             notes.append(f"{log.path} lacks the figures of steps {recorded + 1} to {state.step}; they are lost")
         for line in notes:

@@ -190,7 +190,8 @@ def write_text(path: Path, text: str) -> None:
 def read_jsonl(path: Path, make: Callable[[Figures], T], what: str) -> list[T]:
     """What `make` makes of each line of JSON, nothing where there is no file. Raises ValueError naming a line that is
     no `what`, unless it is a torn last one."""
-    made, lines = list[T](), path.read_text().splitlines(keepends=True) if path.exists() else []
+    text = path.read_text(errors="replace") if path.exists() else ""
+    made, lines = list[T](), text.splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
             made.append(make(parse_json(line)))

@@ -187,14 +187,15 @@ class RunLog:
         values, self._step = {key: value for key, value in flat(record) if value is not None}, step
         self._send(lambda tracker: tracker.log(values, step=step))
 
-    def rewind(self, step: int) -> int:
-        """Drop what a run wrote after the checkpoint it resumes from, so that no step is recorded twice. Returns the
-        last step of which something is left."""
+    def rewind(self, step: int, pending: bool = False) -> int:
+        """Drop what a run wrote after the checkpoint it resumes from, so that no step is recorded twice. pending: the
+        validation of that step too, which comes now. Returns the last step of which something is left."""
         if not self.path.exists():
             return 0
-        kept = [(line, record.get("step", 0)) for line, record in whole_lines(self.path)]
-        write_text(self.path, "".join(line for line, at in kept if at <= step))
-        self._left = max((at for _, at in kept if at <= step), default=0)
+        every = ((line, record.get("step", 0), "validation" in record) for line, record in whole_lines(self.path))
+        kept = [(line, at) for line, at, validates in every if at < step + (not (pending and validates))]
+        write_text(self.path, "".join(line for line, _ in kept))
+        self._left = max((at for _, at in kept), default=0)
         if self.tracker is not None and self.run.logger == "tensorboard":  # its file goes on behind that step
             self._send(lambda tracker: tracker.finish())
             self.tracker, self.began = None, False
