@@ -33,7 +33,7 @@ from selfspec.evaluation.tables import groups_table, table
 from selfspec.output import Generated
 from selfspec.training import calibrate as calibrate_file
 from selfspec.training.calibrate import calibrate, spread, write_samples
-from selfspec.utils.files import markdown, null_for_nan, shown
+from selfspec.utils.files import ORIGIN, markdown, null_for_nan, shown
 
 
 def asked(*prompts: list[int]) -> list[Prompt]:
@@ -181,6 +181,10 @@ def test_a_benchmark_that_was_killed_goes_on(heads_folder, tmp_path, monkeypatch
     assert summarize(again)["speculative"].keys() == summarize(whole)["speculative"].keys()
     assert run_benchmark(spec, prompts, config, 4, path) == again  # nothing is left: `timed` would end it
     refused("holds records of another text", run_benchmark, spec, prompts[::-1], config, 4, path)
+    path.write_text(first + first)
+    refused("holds speculative of 0 twice", run_benchmark, spec, prompts, config, 4, path)
+    path.write_bytes(first.encode() + b"\xb8\n")
+    refused("line 7 is no record", run_benchmark, spec, prompts, config, 4, path)
     earlier = {key: value for key, value in json.loads(first.splitlines()[0]).items() if key != "plain"}
     path.write_text(json.dumps(earlier) + "\n")
     refused("an earlier version wrote it; delete the folder", run_benchmark, spec, prompts, config, 4, path)
@@ -280,13 +284,14 @@ def test_two_runs_are_set_beside_each_other(tmp_path, capsys):
         for i, own in enumerate(points):
             (tmp_path / run / str(i)).mkdir(parents=True)
             write_point(tmp_path / run / str(i), own, [])
+            (tmp_path / run / str(i) / ORIGIN).write_text(json.dumps({"device": f"GPU {run}", "target": "same"}))
     run_report(compose_config("report", f"sweep={tmp_path}/a", f"against={tmp_path}/b"))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[4].strip() for line in lines[2:4]] == ["same", "DIFFERS"]
     assert "1 of 2 speedups have overlapping intervals (50%)" in lines[-7]
     assert lines[-5] == "1 of one question, which gives no interval: one"
     assert lines[-3] == f"1 only in {tmp_path}/a: only"
-    assert lines[-1] == "the runs differ in drafter: p/y / q/y"
+    assert lines[-1] == "the runs differ in drafter: p/y / q/y; device: GPU a / GPU b"
     (tmp_path / "linked").mkdir()
     for link, to in (("linked/0", "a/0"), ("a/again", "a/1")):
         (tmp_path / link).symlink_to(tmp_path / to)
