@@ -85,6 +85,7 @@ CASES = [
     ("decode", "drafter=runs/nothing", "no drafter at 'runs/nothing': there is no such folder"),
     ("decode", "drafter=.", "no drafter at '.': the folder holds no drafter"),
     ("decode", "drafter=medusa target=target", "has to be trained first"),
+    ("decode", "width=4", "tree.nodes=16: every pass runs width=4 nodes"),
     ("decode", "drafter=types", "was altered: weights_hash is not what was written"),
     ("decode", "drafter=prompt_lookup target=cut", "weights make no model: Error while deserializing"),
     ("decode", f"{EVAL} decode.top_k=-1", "top_k=-1.0 must be an integer of at least 1"),

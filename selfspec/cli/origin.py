@@ -50,7 +50,10 @@ def check_origin(
     path, measured = folder / ORIGIN, [*drafters] if kept is None else [*kept]
     if begun.exists() and not path.is_file():
         return  # of an older version, which did not say
-    before = read_json(path) if begun.exists() else {}
+    try:
+        before = read_json(path) if begun.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{error}; delete the folder, or choose another name=") from error
     before.pop("engines", None)  # of an older version, all in one
     for key in (key for key in now if before.get(key, now[key]) != now[key]):
         what = "; ".join(differences(before[key], now[key])) if key == "settings" else f"{before[key]}, now {now[key]}"
