@@ -5,6 +5,8 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +475,26 @@ def test_what_follows_its_user_is_not_compiled(how, capsys):
     assert len(calls) == 7  # the prompt's pass too
     assert "LlamaMLP has a hook or a forward of its own" in capsys.readouterr().err
     assert not target.engine.row_invariant("tree_pass_alone")
+
+
+def test_what_a_killed_process_left_in_torchs_cache_is_removed(tmp_path, monkeypatch):
+    """Every later process would run that function as it is."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+    for place, gone in (("torch", True), ("elsewhere", False)):
+        path = tmp_path / place / "x.main.so"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        with pytest.raises(ImportError) as error:
+            load_module(path)
+        assert disk.mended(RuntimeError(f"ImportError: {error.value}")) == gone
+        assert path.exists() != gone
+    assert not disk.mended(RuntimeError("ImportError: no such file"))
+
+
+def load_module(path: Path) -> None:
+    """What loading a module from such a file raises."""
+    loader = ExtensionFileLoader("x", str(path))
+    module_from_spec(spec_from_loader("x", loader))  # type: ignore[arg-type]
 
 
 def test_structure_tells_modules_apart():

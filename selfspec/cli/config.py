@@ -129,6 +129,14 @@ class Decoded(Measurement):
 
     width: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        nodes = self.tree.nodes if isinstance(self, (EvalRun, ShowRun)) else 1
+        if self.width is not None and (nodes == "auto" or nodes > self.width):
+            raise ValueError(
+                f"tree.nodes={nodes}: every pass runs width={self.width} nodes; give fewer, or a larger width"
+            )
+
 
 @dataclass
 class EvalRun(Decoded):

@@ -84,9 +84,6 @@ def _loaded(run: Measurement, config: DictConfig) -> Spec:
     """The drafter on its target. What is kept of a run names the engine that it had."""
     engine = chosen(run.engine, device_type(run.device))  # auto would change over while it is measured
     width = run.width if isinstance(run, Decoded) else None
-    nodes = run.tree.nodes if isinstance(run, (EvalRun, ShowRun)) else 1
-    if width is not None and (nodes == "auto" or int(nodes) > width):
-        raise ValueError(f"tree.nodes={nodes}: every pass runs width={width} nodes; give fewer, or a larger width")
     spec = load(run.drafter, run.target, run.dtype, run.device, engine, trust_code=run.trust_code, width=width)
     config.engine = spec.target.engine.name
     return spec

@@ -158,8 +158,7 @@ class Target:
         return len(self.engine.made) + self.engine.waited
 
     def use_engine(self, name: str) -> None:
-        """Run passes by the engine of this name from now on: before drafters are built, whose views keep the engine.
-        See `engine_for` for the errors."""
+        """Run passes by this engine from now on (see `engine_for`); drafters that are built already keep theirs."""
         self.engine, self.tried = engine_for(name, self.device), {}
 
     def use_width(self, width: int | None) -> None:

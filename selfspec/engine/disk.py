@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -54,6 +55,20 @@ def write(path: Path | None, code: Any, varying: str) -> bool:
     except Exception as error:  # of what can not be pickled
         print(f"compiled code is not kept: {error}", file=sys.stderr)
     return True
+
+
+def mended(error: Exception) -> bool:
+    """Whether a library in torch's own cache was cut short, as a process leaves it that is killed while it compiles.
+    It is removed, so that it is made anew."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to import
+
+    found = re.search(r"ImportError: (\S+\.so): (file too short|invalid ELF header|cannot read file data)", str(error))
+    if found is None or not (path := Path(found[1])).is_relative_to(cache_dir()):
+        return False
+    with suppress(OSError):
+        path.unlink()
+        return True
+    return False
 
 
 def _trim(folder: Path) -> None:

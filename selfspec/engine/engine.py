@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from selfspec.engine import disk
 from selfspec.engine.capture import Captured, devices_of, mapped, modules_in
 from selfspec.engine.kernels.fastest import measured
-from selfspec.engine.kernels.redirect import redirected
+from selfspec.engine.kernels.redirect import as_it_is
 from selfspec.engine.kernels.weights import freeze, laid_out_bytes
 from selfspec.engine.keys import bucket, file_name, follows_its_caller, holds, key
 from selfspec.engine.layers import compiled_once
@@ -106,7 +106,7 @@ class Engine:
         where it should not be, since its shapes seldom come again."""
         start = time.perf_counter()
         if self.backend is None or not compiled:
-            result, varying = _as_it_is(function, args)
+            result, varying = as_it_is(function, args)
             if varying and self.backend is None:
                 self.varying[function.__name__] = varying
         else:
@@ -141,7 +141,7 @@ class Engine:
                     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
                     self._worker = threading.Thread(target=self._beside, args=(modes, wanted, function, given))
                     self._worker.start()
-        result, varying = _as_it_is(function, args)
+        result, varying = as_it_is(function, args)
         if varying:
             self.varying[name] = varying
         self.waited += 1
@@ -236,10 +236,14 @@ class Engine:
             dynamic=False,
             options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, **options},
         )
-        try:
-            code = compiling.aot_compile((args, {}))
-        except RestartAnalysis:  # torch.compile itself begins again then; aot_compile leaves it to its caller
-            code = compiling.aot_compile((args, {}))
+        code = None
+        while code is None:
+            try:
+                code = compiling.aot_compile((args, {}))
+            except Exception as error:
+                # torch.compile itself begins again after RestartAnalysis; aot_compile leaves that to its caller
+                if not (isinstance(error, RestartAnalysis) or disk.mended(error)):
+                    raise
         code.disable_guard_check()
         return code
 
@@ -289,13 +293,3 @@ def _forked() -> None:
 
 
 getattr(os, "register_at_fork", lambda **_: None)(after_in_child=_forked)  # there is none on Windows
-
-
-def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, str]:
-    """function(*args), not compiled, and the operations by which its rows may depend on how many there are."""
-    modules = list(modules_in(args))
-    kernels = redirected(modules)
-    if kernels is None:
-        return function(*args), "of the library" if modules else ""
-    with kernels:
-        return function(*args), ", ".join(sorted(kernels.varying))

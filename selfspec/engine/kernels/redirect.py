@@ -7,7 +7,7 @@ and torch's functions stay as they are. Without AVX2 or a C++ compiler nothing i
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from selfspec.engine.capture import modules_in
 from selfspec.engine.kernels.int8 import has_kernel
 from selfspec.engine.kernels.invariant import of_torch, row_invariant
 from selfspec.engine.kernels.native import binding, has_compiler, served
@@ -135,3 +136,13 @@ def _side_by_side(heads: Tensor) -> bool:
     row, head, slot, one = heads.stride()
     count, slots, width = heads.shape[1:]
     return one == 1 and slot == width and head % width == 0 and head >= slots * width and row == count * head
+
+
+def as_it_is(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, str]:
+    """function(*args), not compiled, and the operations by which its rows may depend on how many there are."""
+    modules = list(modules_in(args))
+    kernels = redirected(modules)
+    if kernels is None:
+        return function(*args), "of the library" if modules else ""
+    with kernels:
+        return function(*args), ", ".join(sorted(kernels.varying))
