@@ -174,7 +174,8 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
 def _tokenized(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
     """A data source's training and validation texts as tokens. Raises ValueError for tokens that the target has not."""
     texts = _texts(data, target, tokenizer)
-    largest = max(int(part.max()) for text in texts for part in text.tokens.split(1 << 24))
+    parts = (part for text in texts for part in text.tokens.split(1 << 24))
+    largest = max((int(part.max()) for part in parts if len(part)), default=0)
     if largest >= target.vocab_size:
         raise ValueError(
             f"the data hold token id {largest}; target {target.name!r} has ids 0 to {target.vocab_size - 1}, fewer "
