@@ -26,6 +26,7 @@ from selfspec.engine.keys import bucket, file_name, follows_its_caller, holds, k
 from selfspec.engine.layers import compiled_once
 
 _SLOW = 5.0  # Seconds; compiling that takes longer is reported.
+_AGAIN = 4  # times that compiling begins again
 
 
 @dataclass(eq=False)
@@ -236,13 +237,14 @@ class Engine:
             dynamic=False,
             options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, **options},
         )
-        code = None
+        code, failures = None, 0
         while code is None:
             try:
                 code = compiling.aot_compile((args, {}))
             except Exception as error:
                 # torch.compile itself begins again after RestartAnalysis; aot_compile leaves that to its caller
-                if not (isinstance(error, RestartAnalysis) or disk.mended(error)):
+                failures += 1
+                if failures > _AGAIN or not (isinstance(error, RestartAnalysis) or disk.mended(error)):
                     raise
         code.disable_guard_check()
         return code
