@@ -257,6 +257,17 @@ def test_tensorboard(tmp_path):
     assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 9.0)]
 
 
+def test_a_validation_that_comes_again_is_recorded_once(tmp_path):
+    with RunLog(tmp_path, logged(tmp_path, logger="none"), {}, "a.jsonl") as log:
+        for step in (1, 2):
+            log.write({"train": {"loss": 1.0}}, step)
+        log.write({"validation": {"loss": 2.0}}, 2)
+        assert log.rewind(2) == 2
+        assert len(log.path.read_text().splitlines()) == 3
+        assert log.rewind(2, pending=True) == 2
+        assert "validation" not in log.path.read_text()
+
+
 def test_a_logger_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     log = RunLog(tmp_path / "run", logged(tmp_path, logger="tensorboard"), {}, "a.jsonl")

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import groupby
 
 from selfspec.api import Spec
+from selfspec.cli.terminal import COLORS, DIM, RESET
 from selfspec.core.options import as_seed
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
@@ -21,7 +22,7 @@ from selfspec.output import Generated
 from selfspec.utils.errors import visible
 from selfspec.utils.files import Figures
 
-GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
+GREEN = COLORS[0]
 Cell = tuple[str, bool]  # one character, and whether it was drafted
 
 

@@ -123,7 +123,7 @@ class Records(ABC):
         """Each record with what `read` makes of it and its place. where: the settings of this data. Raises ValueError
         for more broken records than are tolerated."""
         if self.chat_template_kwargs:
-            assert self.template  # a wrong one is no record's fault
+            _ = self.template  # wrong arguments are no record's fault
         for place, record in self.records():
             try:
                 if isinstance(record, ValueError):

@@ -93,8 +93,8 @@ class Sample:
 
 
 class Drafter(nn.Module, ABC):
-    """Weights that propose draft trees for a target. Nothing it does can change the output, only how many passes it
-    takes.
+    """Weights that propose draft trees for a target. What it proposes can not change the output, only how many
+    passes it takes; sessions must not write to what their `Context` holds, which decoding goes on with.
 
     A drafter of kind `early_exit` is the one drafter class in `selfspec/drafters/early_exit.py`, built as
     `EarlyExit(target, config)`; for a class of another package the kind is its path, `package.module.Class`. The

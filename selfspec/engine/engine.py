@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from selfspec.engine import disk
 from selfspec.engine.capture import Captured, devices_of, mapped, modules_in
 from selfspec.engine.kernels.fastest import measured
-from selfspec.engine.kernels.redirect import as_it_is
+from selfspec.engine.kernels.redirect import run_uncompiled
 from selfspec.engine.kernels.weights import freeze, laid_out_bytes
 from selfspec.engine.keys import bucket, file_name, follows_its_caller, holds, key
 from selfspec.engine.layers import compiled_once
@@ -107,7 +107,7 @@ class Engine:
         where it should not be, since its shapes seldom come again."""
         start = time.perf_counter()
         if self.backend is None or not compiled:
-            result, varying = as_it_is(function, args)
+            result, varying = run_uncompiled(function, args)
             if varying and self.backend is None:
                 self.varying[function.__name__] = varying
         else:
@@ -142,7 +142,7 @@ class Engine:
                     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
                     self._worker = threading.Thread(target=self._beside, args=(modes, wanted, function, given))
                     self._worker.start()
-        result, varying = as_it_is(function, args)
+        result, varying = run_uncompiled(function, args)
         if varying:
             self.varying[name] = varying
         self.waited += 1

@@ -192,8 +192,12 @@ class RunLog:
         validation of that step too, which comes now. Returns the last step of which something is left."""
         if not self.path.exists():
             return 0
-        every = ((line, record.get("step", 0), "validation" in record) for line, record in whole_lines(self.path))
-        kept = [(line, at) for line, at, validates in every if at < step + (not (pending and validates))]
+
+        def later(record: Figures) -> bool:
+            at = record.get("step", 0)
+            return at > step or (at == step and pending and "validation" in record)
+
+        kept = [(line, record.get("step", 0)) for line, record in whole_lines(self.path) if not later(record)]
         write_text(self.path, "".join(line for line, _ in kept))
         self._left = max((at for _, at in kept), default=0)
         if self.tracker is not None and self.run.logger == "tensorboard":  # its file goes on behind that step

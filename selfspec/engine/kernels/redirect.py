@@ -138,7 +138,7 @@ def _side_by_side(heads: Tensor) -> bool:
     return one == 1 and slot == width and head % width == 0 and head >= slots * width and row == count * head
 
 
-def as_it_is(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, str]:
+def run_uncompiled(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, str]:
     """function(*args), not compiled, and the operations by which its rows may depend on how many there are."""
     modules = list(modules_in(args))
     kernels = redirected(modules)
