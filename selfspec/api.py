@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 from weakref import WeakSet
 
 import torch
@@ -54,6 +54,12 @@ class Spec:
         """source: the drafter's folder, where it was loaded from one."""
         self.target, self.drafter, self.tokenizer, self.source = target, drafter.eval(), tokenizer, source
         self._learned = Learned(target)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a Spec can not be copied or pickled: its drafter shares the target's weights, and it holds compiled code; "
+            "threads can share it, another process calls selfspec.load"
+        )
 
     @taking(Request)
     def generate(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
@@ -231,6 +237,7 @@ class Spec:
     def _text_pieces(self, steps: Iterator[Added], stats: Stats) -> Generator[str]:
         assert self.tokenizer is not None
         text = Detokenizer(self.tokenizer)
+        self.target.check()  # again: it may be read long after it was made
         try:
             with closing(steps):  # type: ignore[type-var]
                 for step in steps:

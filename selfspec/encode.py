@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -39,7 +40,17 @@ def encode(prompts: Prompts, tokenizer: Tokenizer | None, target: str) -> list[l
         )
     rows: list[Any] = [given] if isinstance(given, str) else list(given)
     one = not isinstance(given, str) and rows and (_is_number(rows[0]) or _is_message(rows[0]))
-    return [_encoded(i, prompt, tokenizer, target) for i, prompt in enumerate([rows] if one else rows)]
+    made = [_encoded(i, prompt, tokenizer, target) for i, prompt in enumerate([rows] if one else rows)]
+    pad = None if tokenizer is None or len(made) < 2 else tokenizer.pad_token_id
+    if pad is not None and pad not in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # type: ignore[union-attr]
+        padded = [i for i, row in enumerate(made) if row and not isinstance(rows[i], str) and pad in (row[0], row[-1])]
+        if padded:
+            warnings.warn(
+                f"prompt {padded[0]} begins or ends with the padding token {pad}, decoded like any other; give "
+                "rows of token ids without padding, or use model.generate(..., custom_generate=spec) with a mask",
+                stacklevel=4,
+            )
+    return made
 
 
 def _is_number(value: object) -> bool:

@@ -177,6 +177,9 @@ def test_weights_that_change_are_quantized_anew(folder):
     found = spec.generate([[5, 9, 2, 7]], 8).token_ids
     with torch.no_grad():
         layers[0].weight[1, 1] = 5  # which no sample sees
+    spec.target.model(torch.tensor([[5, 9, 2, 7]]))  # counts in the model's own passes too
+    for part, rows in ((layers[1], slice(3, 4)), (layers[2], (slice(None), slice(5, 6)))):
+        part.weight.data[rows] *= 3  # one row or column
     spec.generate([[5, 9, 2, 7]], 2)
     for part in layers:
         fresh = Int8Linear(unquantized(part))

@@ -224,7 +224,7 @@ BROKEN = {  # message: what of the drafter of docs/own_drafter.md is replaced by
         "        return grown(",
         f"        from selfspec.core.tree import DraftTree\n        return {FLAT}\n        return grown(",
     ),
-    "tokens of torch.float32; they have to be int64": (
+    "tokens or parents of torch.float32; they have to be int64": (
         "        return grown(",
         f"        from selfspec.core.tree import DraftTree\n        t = {FLAT}\n"
         "        return DraftTree(t.tokens.float(), t.parents, torch.ones(t.tokens.shape))\n        return grown(",

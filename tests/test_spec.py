@@ -1,5 +1,7 @@
+import copy
 import inspect
 import math
+import pickle
 import pydoc
 import warnings
 from collections.abc import Callable
@@ -8,12 +10,13 @@ from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import Watch, made, refused, save_tiny, stock, tiny_model, typed
-from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
+from conftest import Watch, made, random_drafter, refused, save_tiny, stock, tiny_model, typed
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor, T5Config, T5ForConditionalGeneration
 
 import selfspec
 from selfspec.api import Spec
@@ -24,7 +27,8 @@ from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling, warp
 from selfspec.core.target import Target
-from selfspec.core.tree import chain
+from selfspec.core.tree import DraftTree, chain
+from selfspec.detokenize import text_of
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
@@ -423,6 +427,123 @@ def test_settings_that_are_changed_after_the_first_call_count(heads_folder):
     spec.target.model.lock = Lock()
     layer.by = 2.0
     refused("holds what can not be copied .*lock.*; take it off", spec.generate, TEXTS[:1], 4)
+
+
+def stock_text(spec: Spec, text: str, count: int) -> str:
+    return text_of(spec.tokenizer, stock(spec.target.model, spec.encode(text)[0], count))
+
+
+@pytest.mark.parametrize("drafter", ["heads", "early_exit", "mask"])
+def test_a_call_under_another_hook_leaves_an_open_stream_and_later_calls_right(drafter, heads_folder, tiny_folder):
+    """A stream stays open while a hook comes and goes, is read under another hook than it was made under, or is made
+    before parts are built."""
+    spec = selfspec.load(str(heads_folder))
+    if drafter != "heads":
+        spec.drafter = random_drafter(drafter, spec.target).eval()
+    layer, text = spec.target.layers[0], TEXTS[0]
+
+    def hook() -> Any:
+        return layer.register_forward_hook(lambda m, a, out: out * -1.0)
+
+    early = spec.stream(text, 20)
+    handle = hook()
+    hooked = "".join(early)
+    handle.remove()
+    plain = stock_text(spec, text, 20)
+    opened = spec.stream(text, 20)
+    begun, late = next(opened), spec.stream(text, 20)
+    handle = hook()
+    assert spec.generate(text, 20).texts[0] == "".join(late) == hooked == stock_text(spec, text, 20) != plain
+    handle.remove()
+    assert (
+        begun + "".join(opened) == spec.generate(text, 20).texts[0] == spec.autoregressive(text, 20).texts[0] == plain
+    )
+
+
+def test_following_that_was_interrupted_is_done_by_the_next_call(heads_folder, monkeypatch):
+    spec = selfspec.load(str(heads_folder))
+    spec.generate(TEXTS[0], 8)
+    handle = spec.target.layers[0].register_forward_hook(lambda m, a, out: out * -1.0)
+    for name in ("attention_windows", "longest_context"):
+        monkeypatch.setattr(f"selfspec.core.support.{name}", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            spec.generate(TEXTS[0], 8)
+        monkeypatch.undo()
+    assert spec.generate(TEXTS[0], 8).texts[0] == stock_text(spec, TEXTS[0], 8)
+    handle.remove()
+
+
+def test_hooks_around_the_decoder_see_the_prompt(heads_folder):
+    spec = selfspec.load(str(heads_folder))
+    before = spec.generate(TEXTS[0], 12).texts[0]
+
+    def other_tokens(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "input_ids": (kwargs["input_ids"] + 1) % module.config.vocab_size}
+
+    handle = spec.target.model.register_forward_pre_hook(other_tokens, with_kwargs=True)
+    assert spec.generate(TEXTS[0], 12).texts[0] == stock_text(spec, TEXTS[0], 12) != before
+    handle.remove()
+
+
+def test_what_a_drafter_writes_to_its_context_has_no_effect(spec):
+    class Writes:
+        reads = spec.drafter.reads
+
+        def session(self, target: Target, rows: int) -> Session:
+            inner = spec.drafter.session(target, rows)
+
+            def propose(context: Context) -> DraftTree:
+                tree = inner.propose(context)
+                context.roots.zero_()
+                context.lengths[:] = [0]
+                context.tokens[0].clear()
+                return tree
+
+            return SimpleNamespace(propose=propose, observe=inner.observe)
+
+    ids = spec.encode(TEXTS[:1])
+    options = Options(16, Sampling(1.0), 3, processors=[RepetitionPenaltyLogitsProcessor(1.3)])
+    assert (
+        speculative(spec.target, ids, options, Writes(), 8).token_ids
+        == autoregressive(spec.target, ids, options).token_ids
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    {
+        "None": "returned a NoneType; it has to return a DraftTree",
+        "chain(context.roots[:, None].expand(-1, 9))": r"returned tokens \[2, 9\]; expected \[2, 1 to 8\]",
+        "chain(context.roots[:1, None])": r"returned tokens \[1, 1\]; expected \[2, 1 to 8\]",
+        "chain(context.roots[:, None].float())": "tokens of torch.float32; they have to be int64",
+        "DraftTree(context.roots[:, None] * 0 + 10**6, context.roots[:, None] * 0 - 1)": "token 1000000, outside of 0",
+        "DraftTree(context.roots[:, None] * 0 - 5, context.roots[:, None] * 0 - 1)": "has a token -5; tokens are 0 or",
+        "DraftTree(three, three.new_tensor([[-1, 0, 1]] * 2), deepest=1)": "deepest=1, but the tree has a node 2",
+        "DraftTree(three, three.new_tensor([[-1, 0, 1]] * 2), plain=2)": "plain=2: only a tree with a view",
+    }.items(),
+)
+def test_trees_that_can_not_be_verified_are_refused(tree, message, spec):
+    names = {"chain": chain, "DraftTree": DraftTree, "three": torch.ones(2, 3, dtype=torch.long)}
+    drafter = SimpleNamespace(
+        reads=(),
+        session=lambda *_: SimpleNamespace(
+            propose=lambda context: eval(tree, {**names, "context": context}), observe=lambda accepted: None
+        ),
+    )
+    refused(message, speculative, spec.target, [[5, 9], [2, 3]], Options(4), drafter, 8)
+
+
+def test_padding_in_rows_of_ids_is_warned_of(heads_folder):
+    spec = selfspec.load(str(heads_folder))
+    spec.tokenizer.pad_token = spec.tokenizer.convert_ids_to_tokens(7)
+    with pytest.warns(UserWarning, match="prompt 1 begins or ends with the padding token 7"):
+        spec.generate(torch.tensor([[5, 9, 2], [7, 9, 2]]), 2)
+
+
+def test_a_spec_is_neither_copied_nor_pickled(spec):
+    for function in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="another process calls"):
+            function(spec)
 
 
 class Recorder:

@@ -15,7 +15,7 @@ from selfspec.engine.kernels import weights as module
 from selfspec.engine.kernels.fastest import KERNELS, Kernel, choose, measure, row_invariant
 from selfspec.engine.kernels.native import binding, has_tiles, served
 from selfspec.engine.kernels.skinny_gemm import few_rows
-from selfspec.engine.kernels.weights import forget_changed, freeze, laid_out
+from selfspec.engine.kernels.weights import forget_changed, freeze, laid_out, sampled
 from selfspec.utils.machine import private_memory
 
 SERVED = [kernel for kernel in KERNELS if kernel.serves(96, 64)]
@@ -171,6 +171,14 @@ def test_tiles_and_products_agree():
         outs.append(torch.empty(2, 69, 147, dtype=torch.bfloat16))
         binding(name)(left, *weights, left, outs[-1], 2, 69, 96, 16, 83, 48, False)
     torch.testing.assert_close(*outs, rtol=2**-7, atol=2**-5)
+
+
+@pytest.mark.parametrize("shape", [(576, 1536), (1536, 576), (7, 7), (6, 4), (4, 6), (1, 5), (5, 1), (12, 30), (2, 9)])
+def test_a_sample_has_numbers_of_every_row_and_column(shape):
+    places = sampled(torch.arange(shape[0] * shape[1]).view(shape))
+    assert set((places // shape[1]).tolist()) == set(range(shape[0]))
+    assert set((places % shape[1]).tolist()) == set(range(shape[1]))
+    assert min(shape) < 9 or len(places) < max(shape) * 1.2
 
 
 @in_panels

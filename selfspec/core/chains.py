@@ -183,17 +183,18 @@ class ChainTarget(Target):
         """A pass through a view of the model that puts the outputs of these layers, and the decoder's (as -1), aside,
         beside the logits (as -2). Positions are given as transformers' generate gives them: some models count them by
         what is no padding."""
-        if reads not in self._reading:
-            model = view(self.model)
+        if (reading := self._reading.get(reads)) is None:
+            self.follow()
+            reading = model = view(self.model)
             layers = layer_stack(model) if reads else nn.ModuleList()
             for i in reads:
                 layers[i].register_forward_hook(partial(self._keep, i))
             decoder_of(model).register_forward_hook(partial(self._keep, -1))
-            self._reading[reads] = model
+            self._reading[reads] = reading
         self._aside.outputs = {}
         if self._positions:
             settings["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None].expand_as(ids)
-        out = self._reading[reads](input_ids=ids, **settings)
+        out = reading(input_ids=ids, **settings)
         outputs, self._aside.outputs = self._aside.outputs, {}
         return {**outputs, -2: out.logits}, out
 

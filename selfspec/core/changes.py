@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -20,12 +21,13 @@ _ADAPTER_STATE, _MERGED = ("_disable_adapters", "_active_adapter", "scaling"), "
 
 
 class Changes:
-    """A model as it was loaded, and as `update` last saw it. int8: whether some of its linear maps multiply in 8
+    """A model as it was loaded, and as `follow` last saw it. int8: whether some of its linear maps multiply in 8
     bits."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.int8 = model, has_int8(model)
         self._loaded, self._structure = self._head(), self._structure_now()
+        self._lock = threading.RLock()
 
     def _head(self) -> tuple[object, ...]:
         weight = next(self.model.get_output_embeddings().parameters())
@@ -68,25 +70,26 @@ class Changes:
                 "selfspec.load(..., target=model)"
             )
 
-    def update(self, refuse: Callable[[PreTrainedModel], None]) -> tuple[bool, bool]:
-        """Whether what views copy differs from what was seen last, and whether adapters were merged or taken out since.
-        Raises ValueError where a part was set to training or linear maps went to 8 bits or back, and what `refuse`
-        raises of the changed model."""
-        if (now := self._structure_now()) == self._structure:
-            return False, False
-        if any(part.training for part in self.model.modules()):
-            raise ValueError(
-                "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
-            )
-        refuse(self.model)
-        if self.int8 != has_int8(self.model):
-            raise ValueError(
-                f"target.model was changed after loading: its linear maps {'no longer ' * self.int8}multiply in 8 "
-                "bits; load it anew: selfspec.load(..., target=model)"
-            )
-        before, after = ([p for p in s if isinstance(p, tuple) and p[0] == _MERGED] for s in (self._structure, now))
-        self._structure = now
-        return True, before != after
+    def follow(self, refuse: Callable[[PreTrainedModel], None], rebuild: Callable[[bool], None]) -> None:
+        """Call `rebuild` where what views copy differs from what was seen last, with whether adapters were merged or
+        taken out since. What is interrupted is done by the next call. Raises ValueError where a part was set to
+        training or linear maps went to 8 bits or back, and what `refuse` raises of the changed model."""
+        with self._lock:
+            if (now := self._structure_now()) == self._structure:
+                return
+            if any(part.training for part in self.model.modules()):
+                raise ValueError(
+                    "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
+                )
+            refuse(self.model)
+            if self.int8 != has_int8(self.model):
+                raise ValueError(
+                    f"target.model was changed after loading: its linear maps {'no longer ' * self.int8}multiply in 8 "
+                    "bits; load it anew: selfspec.load(..., target=model)"
+                )
+            before, after = ([p for p in s if isinstance(p, tuple) and p[0] == _MERGED] for s in (self._structure, now))
+            rebuild(before != after)
+            self._structure = now
 
 
 def _address(tensor: Tensor) -> int:

@@ -83,6 +83,22 @@ class Accepted:
         return states
 
 
+def checked(tree: DraftTree, context: Context) -> DraftTree:
+    """The tree, if it can be verified; nothing is read from the device. Raises ValueError for another object, other
+    numbers of rows or nodes than the context's, other dtypes, and tokens that the target does not have."""
+    if not isinstance(tree, DraftTree):
+        raise ValueError(f"propose returned a {type(tree).__name__}; it has to return a DraftTree")
+    shape, rows = list(tree.tokens.shape), len(context.lengths)
+    if len(shape) != 2 or shape[0] != rows or not 1 <= shape[1] <= context.nodes:
+        raise ValueError(f"propose returned tokens {shape}; expected [{rows}, 1 to {context.nodes}]")
+    for part, values in (("tokens", tree.tokens), ("parents", tree.parents)):
+        if values.dtype != torch.int64:
+            raise ValueError(f"propose returned {part} of {values.dtype}; they have to be int64")
+    if tree.largest >= (vocabulary := context.target.vocab_size):
+        raise ValueError(f"propose returned token {tree.largest}, outside of 0 to {vocabulary - 1}")
+    return tree
+
+
 class Session(Protocol):
     """The state of one drafter during one call of generate; made for it and thrown away with it."""
 

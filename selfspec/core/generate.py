@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from selfspec.core.contract import Accepted, Context, Drafts, Session
+from selfspec.core.contract import Accepted, Context, Drafts, Session, checked
 from selfspec.core.options import Options, check
 from selfspec.core.rows import MAX_NODES, Rows
 from selfspec.core.same_bits import same_bits
@@ -101,7 +101,7 @@ def _steps(
     result: Result,
 ) -> Iterator[Added]:
     """The one loop. drafter: None for plain decoding, in which every tree is a root."""
-    stats, device = result.stats, target.device
+    stats, device, built = result.stats, target.device, target.rebuilt
     compiled, waits, below = target.compiled, [target.engine.waits(name) for name in _PASSES], False
     begun, spans = moment(device), list[Span]()  # of the last pass; booked on a GPU after the next walk is read
     rows = Rows(target, prompts, options, result.records, result.stopped)
@@ -120,6 +120,9 @@ def _steps(
         roots = rows.roots()
         tree = chain(roots[:, None])
         while rows.alive:
+            if target.rebuilt != built:  # by another call, which met the model in another state
+                target.check()
+                built = target.rebuilt
             tree = _tree(session, rows, roots, tree, nodes)
             below = below or tree.start > 0
             alike = alike and tree.start == 0 and tree.through is None and tree.tokens.shape[1] <= (target.width or 0)
@@ -190,8 +193,10 @@ def _tree(session: Session | None, rows: Rows, roots: Tensor, last: DraftTree, n
     if session is None:
         return last.with_tokens(roots[:, None]) if len(last.tokens) == len(roots) else chain(roots[:, None])
     target, cache, temperature = rows.target, rows.cache, rows.options.sampling.temperature
-    context = Context(roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache)
-    return target.shaped(session.propose(context).on(roots))
+    # Copies: what a drafter of a user's own writes to them has no effect
+    seen = roots.clone(), [*cache.lengths], [[*row] for row in rows.tokens]
+    context = Context(*seen, nodes, temperature, rows.noise, target, cache)
+    return target.shaped(checked(session.propose(context), context).on(roots))
 
 
 def _warn_of_none(drafter: object, stats: Stats) -> None:

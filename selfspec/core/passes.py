@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from selfspec.core.masks import tree_masks
 from selfspec.core.pass_cache import KV, PassCache, pass_cache
 from selfspec.core.recurrent.mixers import LayerState
+from selfspec.core.support import cache_name
 from selfspec.core.tree import DraftTree, ancestors
 from selfspec.core.verify import WalkNoise, walk
 from selfspec.core.width import Paths
@@ -71,17 +73,23 @@ def last_output(model: nn.Module, outputs: dict[int, Tensor], last: int) -> Tens
 
 class Part(NamedTuple):
     """Some layers of a target, as passes run them. module: the view, or its decoder where no logits are wanted;
-    windows: by layer type; last: the largest position; dtype: of masks; cache_name: of its
-    argument; takes_positions: False where no layer has any, as in purely recurrent models; width: of passes that attend
-    by paths (see `selfspec.core.width`), 0 where none does."""
+    windows: by layer type; last: the largest position; dtype: of masks; width: of passes that attend by paths (see
+    `selfspec.core.width`), 0 where none does; cache_name: of the module's argument; takes_positions: False where no
+    layer has any, as in purely recurrent models."""
 
     module: nn.Module
     windows: dict[str, int | None]
     last: int
     dtype: torch.dtype
+    width: int
     cache_name: str
     takes_positions: bool
-    width: int
+
+    @classmethod
+    def of(cls, module: nn.Module, windows: dict[str, int | None], last: int, dtype: torch.dtype, width: int) -> Part:
+        """With the names of its forward's arguments."""
+        takes = "position_ids" in inspect.signature(module.forward).parameters
+        return cls(module, windows, last, dtype, width, cache_name(module), takes)
 
     def masks(self, of_windows: list[Tensor]) -> Any:
         """As the module takes masks, one for each of the windows."""

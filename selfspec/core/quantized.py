@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.engine.kernels.int8 import fits, has_kernel, in_8_bits, int8_rows, to_int8
-from selfspec.engine.kernels.weights import sampled
+from selfspec.engine.kernels.weights import forget_changed, sampled
 
-__all__ = ["Int8Linear", "fits", "has_int8", "has_kernel", "in_8_bits", "quantize", "unquantized"]
+__all__ = ["Int8Linear", "fits", "follow_weights", "has_int8", "has_kernel", "in_8_bits", "quantize", "unquantized"]
 
 
 class Int8Linear(nn.Linear):
@@ -29,22 +29,23 @@ class Int8Linear(nn.Linear):
         panels, scales = to_int8(linear.weight.detach())
         self.register_buffer("panels", panels, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
-        self._made_of = self._now()
+        self._made_of = *self._now(), sampled(self.weight).clone()
 
-    def _now(self) -> tuple[int, int, Tensor]:
-        version = 0 if self.weight.is_inference() else self.weight._version
-        return self.weight.data_ptr(), version, sampled(self.weight).clone()
+    def _now(self) -> tuple[int, int]:
+        return self.weight.data_ptr(), 0 if self.weight.is_inference() else self.weight._version
 
     @torch.no_grad()
-    def follow(self, merged: bool) -> None:
+    def follow(self, merged: bool = False) -> None:
         """Quantize a weight anew that was changed since. merged: by PEFT, perhaps, past the version counter."""
-        now = self._now()
-        if merged or now[:2] != self._made_of[:2] or not torch.equal(now[2], self._made_of[2]):
+        sample = sampled(self.weight)
+        if merged or self._now() != self._made_of[:2] or not torch.equal(sample, self._made_of[2]):
             for part, new in zip((self.panels, self.scales), to_int8(self.weight.detach()), strict=True):
                 part.copy_(new)  # views share it
-            self._made_of = now
+            self._made_of = *self._now(), sample.clone()
 
     def forward(self, input: Tensor) -> Tensor:  # [..., K] -> [..., N]
+        if not torch.compiler.is_compiling() and self._now() != self._made_of[:2]:
+            self.follow()
         if torch.is_autocast_enabled(input.device.type):  # as of any linear map
             input = input.to(self.weight.dtype)
         rows = input.reshape(-1, self.in_features)
@@ -74,6 +75,15 @@ _product: Any = _Differentiable.apply
 def has_int8(model: nn.Module) -> bool:
     """Whether some of its linear maps multiply in 8 bits."""
     return any(isinstance(part, Int8Linear) for part in model.modules())
+
+
+def follow_weights(model: nn.Module, merged: bool = False) -> None:
+    """What was made of a model's weights for its kernels is made anew, where they were changed since. merged: PEFT may
+    have changed any of them."""
+    forget_changed({id(p) for p in model.parameters()} if merged else set())
+    for part in model.modules():
+        if isinstance(part, Int8Linear):
+            part.follow(merged)
 
 
 def quantize(model: PreTrainedModel) -> None:

@@ -40,6 +40,11 @@ def refuse_any(model: PreTrainedModel) -> None:
             "and float8 are served, and dtype='int8' of selfspec's own"
         )
     if not inspect.signature(model.forward).parameters.keys() & set(CACHE_NAMES):
+        if "forward" in vars(model):
+            raise ValueError(
+                f"the forward of {name} was replaced by a function that names no past_key_values among its arguments; "
+                "wrap the original with functools.wraps, or use a hook"
+            )
         newer = f"; transformers 5.24 has one for more models, {_VERSION} is installed" * (_release(_VERSION) < (5, 24))
         raise ValueError(f"{name} keeps no cache of keys and values, from which drafts are verified{newer}")
 
@@ -154,7 +159,8 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
     of the whole pass and changes the other rows' logits.
     """
     config = model.config.get_text_config()
-    longest: int | None = getattr(config, "max_position_embeddings", None)
+    name = next((n for n in ("max_position_embeddings", "max_seq_len") if getattr(config, n, None)), "")  # MPT's
+    longest: int | None = getattr(config, name, None)
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         original = parameters.get("original_max_position_embeddings") or 0
@@ -162,15 +168,15 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
             return original, "rope_type longrope: beyond its original length one row changes the others of its pass"
     if 0 < (window := getattr(config, "keep_window_size", None) or 0) < (longest or 2**62):  # of Doge
         return window, "keep_window_size: beyond it each pass chooses the keys that it attends to"
-    return longest, "max_position_embeddings"
+    return longest, name
 
 
 # Models whose window was tried, and whether they follow it
 _follows: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
-def attention_types(model: PreTrainedModel) -> tuple[int | None, set[str], dict[str, int | None]]:
-    """A model's sliding window, its layers' types, and the window of each type that needs a mask."""
+def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
+    """The sliding window, or None, of each type of a model's layers that needs a mask."""
     config = model.config.get_text_config()
     window: int | None = getattr(config, "sliding_window", None)
     types = set(getattr(config, "layer_types", None) or ()) or {"sliding_attention" if window else "full_attention"}
@@ -183,7 +189,7 @@ def attention_types(model: PreTrainedModel) -> tuple[int | None, set[str], dict[
     windows = {"full_attention": None, "sliding_attention": window}
     kinds = {("sliding" if "sliding" in kind else "full") + "_attention" for kind in types}
     kinds = kinds & types or kinds  # layers with a state alone need no mask
-    return window, types, {name: windows[name] for name in sorted(kinds)}
+    return {name: windows[name] for name in sorted(kinds)}
 
 
 @torch.no_grad()

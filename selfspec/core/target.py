@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,15 +16,14 @@ from selfspec.core.changes import Changes
 from selfspec.core.masks import restarting, within
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.passes import Entry, Part, Pass, Skipped, by_type, last_output, read_output, sized, tree_pass_alone
-from selfspec.core.quantized import Int8Linear
+from selfspec.core.quantized import follow_weights
 from selfspec.core.recurrent.mixers import LayerState, mixers, over_trees
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
 from selfspec.core.width import attend_by_paths, check_width
 from selfspec.engine.choose import engine_for
 from selfspec.engine.engine import Engine
-from selfspec.engine.kernels.weights import forget_changed
-from selfspec.engine.keys import ROUNDS, float32_products
+from selfspec.engine.keys import ROUNDS, float32_products, has_own_code
 from selfspec.utils.exactness import EXACT, ROUNDED, TESTED, exactness
 
 
@@ -72,14 +70,17 @@ class Target:
         self.rebuilt = -1  # times that parts were rebuilt, but the first; views notice by it that they are old
         self._returns, self.engine = returns, engine or Engine()
         self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
+        self._follows = frozen  # a view with trained parts changes with what it is a view of
         self._rebuild()
 
-    def _rebuild(self) -> None:
-        """Read the config as it is now; parts are made anew."""
+    def _rebuild(self, merged: bool = False) -> None:
+        """Read the config as it is now; parts are made anew. merged: adapters went into weights, or out of them."""
+        if merged:
+            follow_weights(self.model, merged)
         self.forget()
         self._parts, self._like, self.tried = {}, None, {}
         self.max_positions, self.limited_by = support.longest_context(self.model)
-        self.window, self.layer_types, self.windows = support.attention_types(self.model)
+        self.windows = support.attention_windows(self.model)
         self.rebuilt += 1
 
     @property
@@ -103,13 +104,13 @@ class Target:
         """At the start of every call: parts follow what was hooked into the model or changed on it since. Raises
         ValueError where it was cast, moved, resized or set to training after it was loaded."""
         self.changes.check()
-        changed, merged = self.changes.update(self.refused)
-        if changed:
-            self._rebuild()
-        forget_changed({id(p) for p in self.model.parameters()} if merged else set())
-        for part in self.model.modules() if self.int8 else ():
-            if isinstance(part, Int8Linear):
-                part.follow(merged)
+        self.follow()
+        follow_weights(self.model)
+
+    def follow(self) -> None:
+        """Parts are made anew where the model has other hooks, adapters or attributes than they were made of."""
+        if self._follows:
+            self.changes.follow(self.refused, self._rebuild)
 
     def forget(self) -> None:
         """What was compiled for this target's parts is dropped; they will not be used again."""
@@ -154,7 +155,7 @@ class Target:
 
     @property
     def compiled(self) -> int:
-        """How many functions its engine has compiled or read from disk, and calls that ran before they were."""
+        """Functions that its engine has compiled or read from disk, and calls that ran before they were."""
         return len(self.engine.made) + self.engine.waited
 
     def use_engine(self, name: str) -> None:
@@ -162,8 +163,7 @@ class Target:
         self.engine, self.tried = engine_for(name, self.device), {}
 
     def use_width(self, width: int | None) -> None:
-        """Run `width` nodes in every pass from now on, so that a token has the same bits in each of them; see
-        `selfspec.core.width.check_width` for the errors."""
+        """Run `width` nodes in every pass from now on: a token has the same bits in each. Raises as `check_width`."""
         if width is not None:
             check_width(width, self.model, self.decoder, self.recurrent)
         self.width = width
@@ -177,8 +177,7 @@ class Target:
         return tree
 
     def cache(self, rows: int, capacity: int, limit: int = 0) -> KVCache:
-        """An empty cache for `capacity` entries a row; its first pass raises MemoryError where `limit` entries would
-        not fit."""
+        """An empty cache for `capacity` entries a row; its first pass raises MemoryError if `limit` do not fit."""
         like, states = self._one_token()
         more = limit, self.engine, self.device, states, self.width is not None
         return KVCache(like, rows, limit if self.width else capacity, *more)
@@ -191,8 +190,10 @@ class Target:
     def part(self, start: int, stop: int, reads: tuple[int, ...] = (), logits: bool = True) -> Part:
         """A view of the model that runs layers start to stop - 1 on what enters with the cache, puts the outputs of
         layers `reads`, of layer stop - 1 and of the decoder into that cache, and leaves out all other layers."""
-        name, parts = (start, stop, tuple(sorted(set(reads)))), self._parts
-        if name not in parts:
+        name = start, stop, tuple(sorted(set(reads)))
+        if (pair := self._parts.get(name)) is None:
+            self.follow()
+            parts = self._parts  # another thread may begin new ones meanwhile
             model = support.view(self.model)
             model.config.return_dict = True
             if self.width is not None:
@@ -208,13 +209,12 @@ class Target:
                 layers[i].register_forward_hook(partial(read_output, i), with_kwargs=True)
             decoder = support.decoder_of(model)
             decoder.register_forward_hook(partial(read_output, -1), with_kwargs=True)
-            parts[name] = self._taken_as(model), self._taken_as(decoder)
-        return parts[name][0 if logits else 1]
-
-    def _taken_as(self, module: nn.Module) -> Part:
-        takes = "position_ids" in inspect.signature(module.forward).parameters
-        longest = (self.max_positions or 2**62) - 1
-        return Part(module, self.windows, longest, self.dtype, support.cache_name(module), takes, self.width or 0)
+            around = (m for m in model.modules() if m is not decoder and decoder in m.modules())
+            hooked = any(has_own_code(m) and not hasattr(m, "_hf_hook") for m in around)
+            settings = self.windows, (self.max_positions or 2**62) - 1, self.dtype, self.width or 0
+            whole = Part.of(model, *settings)  # for a prompt too, where a hook may change what enters the decoder
+            pair = parts[name] = whole, whole if hooked else Part.of(decoder, *settings)
+        return pair[0 if logits else 1]
 
     def forward(
         self,

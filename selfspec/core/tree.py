@@ -26,7 +26,8 @@ class DraftTree:
     share the tree, who proposed each node: bit i for the i-th of `Drafter.sources`. deepest: levels below the root at
     most, where the drafter knows them: on a GPU it would have to be read.
 
-    Raises ValueError for shapes that differ, a first node that is no root, or a parent that does not precede its child.
+    Raises ValueError for shapes or dtypes that do not fit, a first node that is no root, a parent that does not precede
+    its child, negative tokens, nodes below `deepest`, or `plain` without `through`.
     """
 
     tokens: Tensor
@@ -40,8 +41,12 @@ class DraftTree:
     sources: list[list[int]] | None = None
     deepest: int | None = None
 
+    largest = 0  # token of a tree whose tokens are not the library's own
+
     def __post_init__(self) -> None:
         tokens, parents = self.tokens, self.parents
+        if other := [f"{v.dtype}" for v in (tokens, parents) if v.dtype != torch.int64]:
+            raise ValueError(f"a tree has tokens or parents of {other[0]}; they have to be int64")
         if tokens.shape != parents.shape or tokens.ndim != 2 or tokens.shape[1] < 1:
             raise ValueError(
                 f"a tree needs tokens and parents of one shape [B, N], got {list(tokens.shape)}, {list(parents.shape)}"
@@ -53,6 +58,14 @@ class DraftTree:
                 f"parents must precede their children (and be -1 for the root): row {row} gives node {node} "
                 f"the parent {int(parents[row, node])}"
             )
+        if (least := int(tokens.min())) < 0:
+            raise ValueError(f"a tree has a token {least}; tokens are 0 or larger, at spare nodes too")
+        if self.plain is not None and self.through is None:
+            raise ValueError(f"plain={self.plain}: only a tree with a view that runs it (through) has mask slots")
+        below = int(self.depth.max())
+        if self.deepest is not None and self.deepest < below:
+            raise ValueError(f"deepest={self.deepest}, but the tree has a node {below} levels below its root")
+        object.__setattr__(self, "largest", int(tokens.max()))
 
     def with_tokens(self, tokens: Tensor) -> DraftTree:
         """The same structure over other tokens int64 [B, N]; its levels are counted once for all."""

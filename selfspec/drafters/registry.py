@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import selfspec.drafters
-from selfspec.core.contract import Accepted, Context, Session
+from selfspec.core.contract import Accepted, Context, Session, checked
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
@@ -164,16 +164,12 @@ class _Seen:
         return self
 
     def propose(self, context: Context) -> DraftTree:
-        tree = self.inner.propose(context)
         where = f"drafter {self.name}: propose"
-        if not isinstance(tree, DraftTree):
-            raise ValueError(f"{where} returned a {type(tree).__name__}; it has to return a DraftTree")
-        shape, rows = list(tree.tokens.shape), len(context.roots)
-        if len(shape) != 2 or shape[0] != rows or not 1 <= shape[1] <= context.nodes:
-            raise ValueError(f"{where} returned tokens {shape}; expected [{rows}, 1 to {context.nodes}]")
-        for part, values in (("tokens", tree.tokens), ("parents", tree.parents)):
-            if values.dtype != torch.int64:
-                raise ValueError(f"{where} returned {part} of {values.dtype}; they have to be int64")
+        try:
+            tree = checked(self.inner.propose(context), context)
+        except ValueError as error:
+            raise ValueError(f"drafter {self.name}: {error}") from error
+        shape = tree.tokens.shape
         if not bool((tree.tokens[:, 0] == context.roots).all()):
             raise ValueError(f"{where}: node 0 is not context.roots, the last emitted tokens")
         if not bool(((tree.tokens >= 0) & (tree.tokens < context.target.vocab_size)).all()):

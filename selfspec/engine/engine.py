@@ -269,12 +269,13 @@ class Engine:
             return None
 
     def forget(self, modules: Iterable[nn.Module]) -> None:
-        """Drop what was compiled for modules that are no longer used."""
-        if not (gone := {id(module) for module in modules}):
-            return  # the lock may be held for as long as a thread compiles
-        with self._lock:
-            self.compiled = {known: code for known, code in self.compiled.items() if not holds(known, gone)}
-            self._absent = {known for known in self._absent if not holds(known, gone)}
+        """Drop what was compiled for modules that are no longer used. Without the lock, which may be held for as long
+        as a thread compiles."""
+        gone = {id(module) for module in modules}
+        for known in [known for known in [*self.compiled] if holds(known, gone)]:
+            self.compiled.pop(known, None)
+        for known in [known for known in [*self._absent] if holds(known, gone)]:
+            self._absent.discard(known)
 
 
 _engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()

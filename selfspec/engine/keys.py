@@ -163,12 +163,15 @@ def _constants(part: Any) -> str:
 def follows_its_caller(modules: Iterable[nn.Module]) -> str:
     """The class of a module with a hook or a forward of its user's own, which may do another thing in every call; empty
     where there is none."""
-    for part in (part for module in modules for part in module.modules()):
-        given = [*part._forward_hooks.values(), *part._forward_pre_hooks.values(), vars(part).get("forward", layout)]
-        functions = (one.func if isinstance(one, partial) else one for one in given)
-        if not all(str(getattr(one, "__module__", "")).startswith("selfspec.") for one in functions):
-            return type(part).__name__
-    return ""
+    parts = (part for module in modules for part in module.modules())
+    return next((type(part).__name__ for part in parts if has_own_code(part)), "")
+
+
+def has_own_code(part: nn.Module) -> bool:
+    """Whether a module itself has a hook or a forward of its user's own."""
+    given = [*part._forward_hooks.values(), *part._forward_pre_hooks.values(), vars(part).get("forward", layout)]
+    functions = (one.func if isinstance(one, partial) else one for one in given)
+    return not all(str(getattr(one, "__module__", "")).startswith("selfspec.") for one in functions)
 
 
 def bucket(count: int, smallest: int = 1) -> int:

@@ -133,6 +133,8 @@ class GatedTarget(Adapted):
         """The target with its rows behind the first `plain` gated. depths: of each of them which mask it is, from 0.
         Shares all weights; built once."""
         key = plain, tuple(depths) if len(self.scales) else ()
+        if key not in self._views:
+            self.target.follow()
         if self._rebuilt != self.target.rebuilt:  # passes on these verify: they follow every change of the model
             self._forget()
         views = self._views

@@ -5,6 +5,7 @@ Only frozen weights are laid out: those of linear maps in modules that the engin
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -67,9 +68,11 @@ def _freeze(weight: Tensor) -> None:
 
 
 def sampled(weight: Tensor) -> Tensor:
-    """A few of a weight's numbers [N, K], spread over it: a view."""
-    rows, columns = weight.shape
-    return weight.detach()[:: max(1, rows // 8), :: max(1, columns // 8)]
+    """Some of a weight's numbers [N, K], of every row and every column: a view."""
+    stride = max(1, min(weight.shape) - 1)
+    while math.gcd(stride, weight.shape[1]) > 1:  # columns would come again before all of them came
+        stride -= 1
+    return weight.detach().flatten()[::stride]
 
 
 def forget_changed(merged: Collection[int] = ()) -> None:
