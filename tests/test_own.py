@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.loading import find_drafter
-from selfspec.cli.config import drafter_of
+from selfspec.cli.config import drafter_of, register
 from selfspec.cli.evaluation_runs import run_decode
 from selfspec.cli.terminal import export
 from selfspec.cli.training_runs import run_training
@@ -169,6 +169,7 @@ def test_an_installed_entry_point_is_trusted(trained, package, tiny_folder, sour
     (info / "entry_points.txt").write_text("[selfspec.drafters]\nbigram = ownpkg.mine:Bigram\n")
     importlib.invalidate_caches()
     assert selfspec.load(str(trained)).drafter.kind == "ownpkg.mine.Bigram"
+    register(drafters=True)  # as a command does when it begins
     config = compose_config("train", "name=y", "drafter=bigram", "drafter.rank=4", f"target.name={tiny_folder}")
     kind, found = drafter_of(dict(config.drafter))
     assert (kind.__qualname__, found.rank) == ("Bigram", 4)
