@@ -17,6 +17,7 @@ from selfspec.engine.kernels import native
 from selfspec.engine.kernels.graph_pass import FewRows
 from selfspec.engine.kernels.native import served
 from selfspec.engine.kernels.skinny_gemm import MOST, few_queries, few_rows
+from selfspec.engine.layers import REPEATED
 
 _aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(not served(), reason="the kernels need a processor with AVX2 or AVX-512")
@@ -182,7 +183,8 @@ def test_a_pass_over_a_tree_has_the_bits_of_plain_passes(backend, width):
     """In bfloat16, which rounds at every step: through every layer of a model, compiled and as it is."""
     sizes = {"hidden_size": width, "num_attention_heads": width // 32, "num_key_value_heads": width // 64}
     sizes["intermediate_size"] = 2 * width
-    target = Target(tiny_model("llama", **sizes, num_hidden_layers=1).to(torch.bfloat16))
+    sizes["num_hidden_layers"] = REPEATED if backend else 1  # layers that are compiled once
+    target = Target(tiny_model("llama", **sizes).to(torch.bfloat16))
     model = target.model
     target.engine = Engine(backend, quiet=True)
     torch.manual_seed(0)

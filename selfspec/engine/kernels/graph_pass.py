@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.lowering import fallbacks, lowerings
+from torch._ops import HigherOrderOperator, OpOverload
 
 from selfspec.engine.kernels import int8, lowering, skinny_gemm
 from selfspec.engine.kernels.invariant import of_torch, row_invariant
@@ -83,17 +84,21 @@ class FewRows(CustomGraphPass):
 
 def _varies(node: fx.Node) -> bool:
     """Whether this is a product of more than one term, or left to a library that may vary."""
-    if node.target == _int8_rows:
+    inner: Any = node.args[0] if node.args else None
+    target: Any = node.target
+    if isinstance(target, HigherOrderOperator) and target.name().startswith("auto_functionalized"):
+        target = inner  # which it calls
+    if target == _int8_rows:
         return not int8.has_kernel()
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "selfspec":
+    if isinstance(target, HigherOrderOperator):
+        return target.name() != "invoke_subgraph"  # of layers alike, whose own graph is seen as well
+    if not isinstance(target, OpOverload) or target.namespace == "selfspec":
         return False
-    name = node.target._schema.name.split("::")[1]
+    name = target._schema.name.split("::")[1]
     if re.search(r"mm$|mm_|attention|convolution|linear", name):
-        return not (name in ("mm", "bmm") and node.args[0].meta["val"].shape[-1] == 1)  # type: ignore[union-attr]
-    generated = node.target in lowerings and node.target not in fallbacks
-    return not generated and not (of_torch(node.target) and row_invariant(name))
+        return not (name in ("mm", "bmm") and inner.meta["val"].shape[-1] == 1)
+    generated = target in lowerings and target not in fallbacks
+    return not generated and not (of_torch(target) and row_invariant(name))
 
 
 def _alike(*parts: Tensor) -> bool:
