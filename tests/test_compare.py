@@ -1,6 +1,7 @@
 """The comparison of everything: complete, resumable, and its tables land where they belong."""
 
 import json
+import math
 import sys
 import zlib
 from dataclasses import replace
@@ -28,7 +29,7 @@ from selfspec.evaluation.compare import best_sizes, regimes, summarize_compariso
 from selfspec.evaluation.figures import against, over_plain
 from selfspec.evaluation.peers import made_with
 from selfspec.evaluation.records import RECORDS, Beside, Record, Regime, ours, read_records
-from selfspec.evaluation.tables import groups_table, regime_table, table, verdict
+from selfspec.evaluation.tables import groups_table, price_table, regime_table, table, verdict
 from selfspec.utils.files import ORIGIN
 
 
@@ -205,6 +206,22 @@ def test_figures_are_the_definitions():
     assert "wins 2.00x" in verdict(best_sizes([*ours, *theirs]))
     faster = [run("hf_generate", 0.5, nodes="-"), run("hf_generate", 0.25, plain=1.0, prompt=1, nodes="-")]
     assert "loses 0.50x" in verdict(best_sizes([*ours, *faster]))
+
+
+def test_texts_that_were_never_compared_are_not_called_different(tmp_path):
+    runs = [run("x", 1.0, prompt=i, texts=[1]) for i in range(3)]
+    lines = [{**json.loads(of_before(each)), "same": None, "plain_decode": None} for each in runs]
+    write_lines(tmp_path / "runs.jsonl", lines)
+    (row,) = summarize_comparison(read_records(tmp_path / "runs.jsonl"), {})
+    assert "same" not in row
+    assert math.isnan(row["draft_steps"])
+
+
+def test_what_nobody_knows_of_a_training_is_not_none():
+    price = {"parameters": 5, "disk": 1, "memory": 1}
+    prices = [price, {**price, "parameters": 0}, {**price, "training": {"seconds": 60, "tokens": 1e6}}]
+    lines = price_table({f"d{i}": each for i, each in enumerate(prices)}).splitlines()[2:]
+    assert [line.split("|")[-2].strip() for line in lines] == ["not known", "none", "1 min, 1.0M tokens"]
 
 
 def test_a_comparison_of_before_has_its_figures(tmp_path):

@@ -128,6 +128,7 @@ def test_answers_to_one_question_fall_on_one_side(tokenizer, tmp_path):
         for j, (role, name) in enumerate((("role", "assistant"), ("from", "gpt"), ("role", "assistant")))
     ]
     ids = [{"input_ids": [*range(i, i + 9), j], "loss_mask": [0] * 9 + [1]} for i in range(12) for j in range(3)]
+    ids = [{**line, "tokens": 10} for line in ids]  # how many there are
     for lines in (chats, ids):
         one, other = (set[str](), set[str]())
         for line in lines:

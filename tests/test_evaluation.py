@@ -24,7 +24,7 @@ from selfspec.evaluation import measure
 from selfspec.evaluation.arms import Arm, Prompt
 from selfspec.evaluation.compare import common
 from selfspec.evaluation.decode import ARMS, DecodeConfig, defined, host_overhead, run_benchmark, summarize
-from selfspec.evaluation.figures import against, drift, interval, over_plain, regime_figures
+from selfspec.evaluation.figures import against, drift, over_plain, regime_figures
 from selfspec.evaluation.measure import points_of, regime
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, read_points, rows_of, write_point
@@ -33,7 +33,7 @@ from selfspec.evaluation.tables import groups_table, table
 from selfspec.output import Generated
 from selfspec.training import calibrate as calibrate_file
 from selfspec.training.calibrate import calibrate, spread, write_samples
-from selfspec.utils.files import ORIGIN, markdown, null_for_nan, shown
+from selfspec.utils.files import ORIGIN, interval, markdown, null_for_nan, shown
 
 
 def asked(*prompts: list[int]) -> list[Prompt]:

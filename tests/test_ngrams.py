@@ -1,5 +1,6 @@
 """Drafting without training: what prompt lookup finds, how the lookahead window is laid out, how trees are merged."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,15 @@ def context(target: Target, *rows: list[int], nodes: int = 12, rate: float = 0.0
 
 
 # -- prompt lookup
+
+
+def test_passes_that_draft_nothing_for_a_row_of_a_batch_do_not_count(llama):
+    drafter, options = made("prompt_lookup", llama), Options(12)
+    prompts = [[5, 9, 2, 5, 9, 2, 5, 9], [1, 2, 3, 4, 6, 7]]
+    alone = [speculative(llama, [prompt], replace(options, seed=[0]), drafter, 8).stats for prompt in prompts]
+    both = speculative(llama, prompts, replace(options, seed=[0, 0]), drafter, 8).stats
+    assert both.drafts == sum(stats.drafts for stats in alone)
+    assert both.drafts < both.passes
 
 
 def test_longest_and_most_recent_matches_come_first():

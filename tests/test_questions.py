@@ -502,6 +502,10 @@ def test_answers_are_compared_with_a_reference_number(tmp_path, keys):
         for row in rows
     ]
     (tmp_path / "set.jsonl").write_text("\n".join(lines))
+    (tmp_path / "set.jsonl.bak").write_text("of an editor")
+    assert len(_read(tmp_path)) == 5
+    (tmp_path / "set.jsonl.gz").touch()
+    refused("hold set.jsonl and set.jsonl.gz; take one of them out", _read, tmp_path)
     far, why, when, much, part = _read(tmp_path / "set.jsonl")
     (check,) = far.checks
     assert check("600 and 600 again, so it is 1200.")

@@ -138,7 +138,10 @@ def test_a_drafter_is_calibrated_and_saved(tmp_path, monkeypatch, heads_folder, 
     monkeypatch.chdir(tmp_path)
     small = "calibrate.prompts=2 calibrate.prompt_tokens=8 calibrate.max_new_tokens=12 calibrate.questions=source"
     given = (f"data.root={source_root}", *small.split())
+    heads_folder = shutil.copytree(heads_folder, tmp_path / "copied")
+    (heads_folder / "training.json").write_text('{"seconds": 60, "tokens": 5}')
     assert typed("calibrate", f"drafter={heads_folder}", "name=heads", *given) == 0
+    assert json.loads(Path("runs/heads/drafter/training.json").read_text()) == {"seconds": 60, "tokens": 5}
     told = capsys.readouterr().out.splitlines()
     assert "expected acceptance length" in told[0]
     assert told[-1].endswith("runs/heads")

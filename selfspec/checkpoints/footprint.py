@@ -18,15 +18,15 @@ from selfspec.utils.files import Figures, read_json
 def price(name: str, drafter: Drafter, target: Target) -> Figures:
     """Of a drafter by its name, all members of a hybrid together."""
     figures: Figures = {"parameters": 0, "disk": 0, "memory": held_bytes(drafter, target.model)}
-    members = members_of(name, drafter)
+    members, notes = members_of(name, drafter), list[dict[str, float] | None]()
     for part in member_names(name):
         figures["parameters"] += sum(p.numel() for p in members[part].trained().values())
         if untrained(part) is None:
             home = drafter_folder(part)
             figures["disk"] += _disk(home)
-            for key, value in (_training(home) or {}).items():
-                figures.setdefault("training", {}).setdefault(key, 0)
-                figures["training"][key] += value
+            notes.append(training_note(home))
+    if notes and all(notes):  # else nobody knows what all of it took
+        figures["training"] = {key: sum(note[key] for note in notes if note) for key in notes[0] or ()}
     return figures
 
 
@@ -38,13 +38,14 @@ def price_of_model(name: str, model: nn.Module) -> Figures:
         "parameters": sum(p.numel() for p in parameters),
         "disk": _disk(home) if home.is_dir() else 0,
         "memory": sum(p.numel() * p.element_size() for p in parameters),
-        "training": _training(home),
+        "training": training_note(home),
     }
 
 
-def _training(home: Path) -> dict[str, float] | None:
-    note = home / "training.json"
-    return read_json(note) if note.is_file() else None
+def training_note(home: Path | None) -> dict[str, float] | None:
+    """Seconds and tokens of the training of what is in a folder, where it says them."""
+    note = None if home is None else home / "training.json"
+    return None if note is None or not note.is_file() else read_json(note)
 
 
 def _disk(folder: Path) -> int:

@@ -13,10 +13,10 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapsho
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from selfspec.checkpoints.card import PLACE, in_markdown, is_path, repository
+from selfspec.checkpoints.card import PLACE, is_path, repository
 from selfspec.checkpoints.drafter_folder import check_files, files_hash, read_meta
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import ORIGIN, Figures, atomic, read_json
+from selfspec.utils.files import ORIGIN, Figures, atomic, interval, markdown, read_json
 
 _MEASURED = "## Measured"
 
@@ -109,25 +109,17 @@ def prepare(source: Path, folder: Path, repo: str, points: Sequence[Figures] = (
 
 
 def _table(points: Sequence[Figures]) -> str:
-    lines = [
-        "| T | nodes | acceptance length τ | speedup over plain decoding (95%) | prompts |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for point in points:
         decode, ratio = point["config"]["decode"], point["speedup"].get("autoregressive")
-        speedup = "-" if ratio is None else f"{ratio['ratio']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-        tau, nodes = point["speculative"]["acceptance_length"], point["config"]["tree"]["nodes"]
+        fast, nodes = point["speculative"], point["config"]["tree"]["nodes"]
         if (lossy := point.get("lossy")) is not None:
             nodes = f"{nodes}, LOSSY {decode['lossy']}: {100 * lossy['altered']:.1f}% of tokens altered"
-        cells = (
-            decode["temperature"],
-            nodes,
-            f"{tau:.2f}",
-            speedup,
-            point["speculative"].get("prompts", decode["prompts"]),
-        )
-        lines.append(f"| {' | '.join(map(in_markdown, cells))} |")
-    return "\n".join(lines) + "\n\nBy selfspec's `eval/decode.py`; a speedup holds for one machine, dtype and target."
+        speedup, prompts = "-" if ratio is None else interval(ratio), fast.get("prompts", decode["prompts"])
+        lines.append([decode["temperature"], nodes, f"{fast['acceptance_length']:.2f}", speedup, prompts])
+    heads = ["T", "nodes", "acceptance length τ", "speedup over plain decoding (95%)", "prompts"]
+    table = markdown(heads, lines)
+    return f"{table}\n\nBy selfspec's `eval/decode.py`; a speedup holds for one machine, dtype and target."
 
 
 def _index(point: Figures) -> list[EvalResult]:

@@ -132,7 +132,8 @@ def _comparison(
         prices |= {name: price(name, spec.drafter, target) for name, spec in specs.items()}
         if draft_model is not None and run.compare.draft_model is not None:
             prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
-        made, engines = origin(target.device), engines or earlier.get("engines")
+        lines = f"{earlier.get('engines') or ''}\n{engines or ''}".splitlines()  # of calls with other engines, too
+        made, engines = origin(target.device), "\n".join(filter(None, dict.fromkeys(lines))) or None
         commands = dict.fromkeys([*earlier.get("command", "").splitlines(), made["command"]])
         made["command"] = "\n".join(commands)
         figures = {"rows": rows, "prices": prices, **made, "engines": engines, "config": plain}

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from selfspec.api import Spec, load
 from selfspec.checkpoints.drafter_folder import save_drafter, shaped_as
 from selfspec.checkpoints.find import drafter_folder
+from selfspec.checkpoints.footprint import training_note
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.loading import find_drafter, members_of
 from selfspec.cli.config import AuditRun, CalibrateRun, Decoded, EvalRun, LimitsRun, Measurement, ShowRun
@@ -239,8 +240,7 @@ def run_calibrate(config: DictConfig, folder: Path) -> Figures:
     if len(members_of(run.drafter, drafter)) > 1:
         raise ValueError(f"drafter={run.drafter}: members of a tree are calibrated one by one; give one of them")
     _, turns = asked(spec, [run.drafter], config.data, run.calibrate, {}, run.calibrate.seed)
-    prompts = [turn.ids for turn in turns]
-    figures: Figures = {}
+    prompts, figures = [turn.ids for turn in turns], Figures()
     with run_folder(config, folder, place):
         for mode, temperature in TEMPERATURES.items():
             seeds = range(run.calibrate.seed, run.calibrate.seed + len(prompts))
@@ -255,7 +255,7 @@ def run_calibrate(config: DictConfig, folder: Path) -> Figures:
             again = [samples[i] for i in chosen], run.calibrate.max_new_tokens, [seeds[i] for i in chosen]
             figures[mode]["decoded"] = decoded(target, drafter, mode, *again)
         note = f"{run.drafter}, calibrated on {len(prompts)} answers of the target at each temperature."
-        save_drafter(drafter, place, target, target.name, spec.tokenizer, note)
+        save_drafter(drafter, place, target, target.name, spec.tokenizer, note, training_note(spec.source))
         write_text(folder / "calibration.json", json.dumps(figures, indent=1) + "\n")
     return figures
 

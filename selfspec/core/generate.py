@@ -112,7 +112,9 @@ def _steps(
         walks = ("greedy" if rows.noise is None else "sampled") if rows.walks else ""
         trial = len(prompts), cache.capacity, reads, walks, rows.limits
         alike, begun = same_bits(target, *trial), moment(device)
-    rejected: Tensor | int = 0  # drafted tokens before the first accepted one
+    # Drafted tokens before the first accepted one; passes of rows for which something was drafted
+    rejected: Tensor | int = 0
+    drafts: Tensor | int = 0
     try:
         rows.prefill(session, reads)
         start = moment(device)
@@ -130,8 +132,10 @@ def _steps(
             noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
             out = (tree.through or target).forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
             passed = moment(device)
-            if session is not None and not stats.accepted:
-                rejected = rejected + (tree.parents[:, 1 : tree.plain] >= 0).sum()
+            if session is not None:
+                nodes_below = tree.parents[:, 1 : tree.plain] >= 0
+                rejected = rejected if stats.accepted else rejected + nodes_below.sum()
+                drafts = drafts + (nodes_below.any(1).sum() if len(nodes_below) > 1 else nodes_below.shape[1] > 0)
             paths, emitted, kept = rows.accepted(tree, out)
             stats.book(spans)
             before = rows.alive, cache.lengths
@@ -146,7 +150,7 @@ def _steps(
                     left = [paths[i] for i in going]
                     session.observe(Accepted(out.hidden, out.features, going, left, out.logits, kept))
             spans = [("draft", start, drafted), ("target", drafted, passed), ("other", passed, moment(device))]
-            stats.ran(tree.tokens.shape[1], tree.plain or tree.tokens.shape[1], len(paths))
+            stats.ran(tree.tokens.shape[1])
             if options.watch is not None:
                 rows.watched(before, tree, paths, tokens, [elapsed(first, last) for _, first, last in spans])
             if isinstance(start, float):  # nothing to wait for
@@ -161,7 +165,7 @@ def _steps(
         stats.compiled += target.compiled - compiled
         with suppress(RuntimeError):  # of a GPU that failed, which another error tells
             stats.book(spans)
-            stats.rejected += int(rejected)
+            stats.rejected, stats.drafts = stats.rejected + int(rejected), stats.drafts + int(drafts)
         _warn_of_none(drafter, stats)
 
 

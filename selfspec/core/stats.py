@@ -114,10 +114,9 @@ class Stats:
             part, first, last = spans.pop()
             setattr(self, f"seconds_{part}", getattr(self, f"seconds_{part}") + elapsed(first, last))
 
-    def ran(self, nodes: int, drafted: int, rows: int) -> None:
-        """A pass of so many rows over trees of so many nodes, of which `drafted`, the root included, are no slots."""
+    def ran(self, nodes: int) -> None:
+        """A pass over trees of so many nodes."""
         self.calls, self.nodes = self.calls + 1, self.nodes + nodes
-        self.drafts += rows if drafted > 1 else 0
 
     def count(self, drafted: int, tokens: int) -> None:
         """One row's pass that emitted `tokens` tokens, `drafted` of them from the tree."""

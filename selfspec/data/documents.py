@@ -146,9 +146,8 @@ class Records(ABC):
         if not isinstance(line, dict):
             raise ValueError(f"{place}: expected an object, found {type(line).__name__}; give one object a line")
         record = without_nulls(line)
-        parts = record.get("tokens")
-        if _IDS in record or (isinstance(parts, list) and any(isinstance(part, dict) for part in parts)):
-            return self._of_tokens(record.get("tokens", [record]), place)
+        if parts := _with_ids(record):
+            return self._of_tokens(parts, place)
         forms = {name: record[name] for name in _FORMS if name in record}
         text, turns = forms.get("text"), forms.get("messages") or forms.get("conversations") or []
         if not forms or not isinstance(text, str | None) or not isinstance(turns, list):
@@ -249,11 +248,19 @@ def _digest(record: object) -> float:
     elif isinstance(text, str) and text:
         said = text
     else:
-        first = next(iter(record.get("tokens") or [record]))
+        first = next(iter(_with_ids(record)), record)
         ids, mask = first.get(_IDS) or [], first.get(_MASK) or []
         asked = mask.index(1) if 1 in mask else 0
         said = json.dumps(ids[:asked] if asked >= _ASKED else ids)
     return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest()) / 2**64
+
+
+def _with_ids(record: dict[str, Any]) -> list[Any]:
+    """The parts of a record that are given as token ids, or the record, if it is."""
+    parts = record.get("tokens")
+    if isinstance(parts, list) and any(isinstance(part, dict) for part in parts):
+        return parts
+    return [record] if _IDS in record else []
 
 
 def _said(turn: Any) -> list[Any]:

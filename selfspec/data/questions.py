@@ -221,7 +221,9 @@ def file_of(name: str) -> Path | None:
 
 
 def _read(path: Path) -> list[Question]:
-    files = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
+    files = sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]) if path.is_dir() else [path]
+    if twice := [file.name for file in files if file.with_name(f"{file.name}.gz") in files]:
+        raise ValueError(f"questions {str(path)!r} hold {twice[0]} and {twice[0]}.gz; take one of them out")
     questions: dict[str, Question] = {}
     for file in files:
         stem = Path(file.stem).stem if file.suffix == ".gz" else file.stem

@@ -29,7 +29,7 @@ from selfspec.evaluation.peers import answering, started
 from selfspec.evaluation.records import METHODS, PEERS, Record, ours, read_records
 from selfspec.evaluation.tables import groups_table, price_table, regime_table, summary_table, table, verdict
 from selfspec.utils.checks import all_known, at_least, not_empty
-from selfspec.utils.files import Figures, write_section
+from selfspec.utils.files import NOTHING, Figures, mean, write_section
 
 FIGURE = "notebooks/figures/summary.png"  # beside the Markdown file
 
@@ -233,10 +233,13 @@ def _row(temperature: float, arm: str, nodes: str, records: list[Record], costs:
     if arm == "plain" or not ours(records[0].arm):
         return row
     pooled = total([r.stats for r in records])
-    step = sum(r.plain.decode for r in records if r.plain) / sum(r.plain.tokens for r in records if r.plain)
+    step = mean(sum(r.plain.decode for r in records if r.plain), sum(r.plain.tokens for r in records if r.plain))
+    step = step or NOTHING  # of records of an older version
     parts = {name: 1000 * getattr(pooled, f"seconds_{name}") / pooled.calls for name in PARTS}
     row |= {"milliseconds_per_pass": parts, "draft_steps": parts["draft"] / 1000 / step}
-    row |= {"decode": decode_speedup(records), "same": sum(sum(r.same or ()) for r in records)}
+    row["decode"] = decode_speedup(records)
+    compared = [r.same for r in records if r.same is not None]  # not in all records of an older version
+    row |= {"same": sum(map(sum, compared))} if len(compared) == len(records) else {}
     if costs is not None and all(r.stats.nodes for r in records):
         row["mean_nodes"] = pooled.nodes / pooled.calls
         if row["mean_nodes"] < len(costs):  # costs of larger trees are not measured

@@ -19,7 +19,6 @@ from selfspec.utils.files import NOTHING, Figures, mean
 T = TypeVar("T")
 K = TypeVar("K")
 PARTS = ("draft", "target", "other")  # of a pass
-_WIDEST = 100  # times its lower end, above which an interval is not shown
 _FEW = 12  # questions; with two, 48% of the bootstrap's intervals hold the true ratio
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5% of Student's, by freedom
 
@@ -43,13 +42,6 @@ def bootstrap(figures: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int
     ratios = ratio(torch.cat([figures.sum(0, keepdim=True), figures[at].sum(1)]))
     low, high = ratios[1:].quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return float(ratios[0]), low, high
-
-
-def interval(ratio: dict[str, float]) -> str:
-    """A ratio for readers, with its interval where there is one that tells something."""
-    narrow = ratio["high"] < _WIDEST * ratio["low"]
-    behind = f" [{ratio['low']:.2f}, {ratio['high']:.2f}]" if narrow else ""
-    return f"{ratio['ratio']:.2f}x{behind}"
 
 
 def clustered(rows: Iterable[tuple[str, Sequence[float]]]) -> Tensor:

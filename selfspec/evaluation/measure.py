@@ -24,10 +24,10 @@ from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
 from selfspec.core.sampling import Sampling, warp
 from selfspec.evaluation.arms import Arm, Call, Prompt
-from selfspec.evaluation.figures import grouped, interval, over_plain
+from selfspec.evaluation.figures import grouped, over_plain
 from selfspec.evaluation.records import Beside, Record, Regime, lines_of, ours, point_of, read_records
 from selfspec.output import Generated
-from selfspec.utils.files import append_text, write_text
+from selfspec.utils.files import append_text, interval, write_text
 from selfspec.utils.progress import progress
 
 BETWEEN = 5  # arms between two runs of plain decoding

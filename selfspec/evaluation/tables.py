@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
-from selfspec.evaluation.figures import PARTS, against, grouped, interval
+from selfspec.evaluation.figures import PARTS, against, grouped
 from selfspec.evaluation.records import ours
-from selfspec.utils.files import Figures, markdown, mean, shown
+from selfspec.utils.files import Figures, interval, markdown, mean, shown
 
 # -- rows of figures: of benchmark points (`selfspec.evaluation.points.rows_of`), and of the arms of a comparison
 # (`selfspec.evaluation.compare.summarize_comparison`). What was not measured has no key.
@@ -117,7 +117,8 @@ def price_table(prices: dict[str, Figures]) -> str:
     lines = []
     for name, price in prices.items():
         training = price.get("training")
-        took = f"{training['seconds'] / 60:.0f} min, {training['tokens'] / 1e6:.1f}M tokens" if training else "none"
+        took = "not known" if price["parameters"] else "none"
+        took = f"{training['seconds'] / 60:.0f} min, {training['tokens'] / 1e6:.1f}M tokens" if training else took
         sizes = (f"{price[key] / 1e6:.1f}" for key in ("disk", "memory"))
         lines.append([f"`{name}`", f"{price['parameters'] / 1e6:.2f}M", *sizes, took])
     return markdown(["method", "trained parameters", "MB on disk", "MB of memory", "training"], lines)

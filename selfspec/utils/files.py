@@ -26,6 +26,7 @@ ORIGIN = "origin.json"  # in a run folder: what a measurement was made with
 _LARGEST = 2**26  # bytes of a JSON file
 _LONGEST = 255  # characters of a file's name
 _DIGITS = 40  # of an integer in one
+_WIDEST = 100  # times its lower end, above which an interval is not shown
 NOTHING = float("nan")  # a mean over nothing, which is shown as n/a
 _FORBIDDEN = (errno.EACCES, errno.EROFS, errno.EPERM)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -45,6 +46,13 @@ def mean(total: float, count: float) -> float:
 def shown(value: float | None, digits: int = 2) -> str:
     """A figure as text, n/a where it is a mean over nothing, which JSON has as null."""
     return f"{value:.{digits}f}" if value is not None and math.isfinite(value) else "n/a"
+
+
+def interval(ratio: dict[str, float]) -> str:
+    """A ratio for readers, with its interval where there is one that tells something."""
+    narrow = ratio["high"] < _WIDEST * ratio["low"]
+    behind = f" [{ratio['low']:.2f}, {ratio['high']:.2f}]" if narrow else ""
+    return f"{ratio['ratio']:.2f}x{behind}"
 
 
 def null_for_nan(value: Any) -> Any:
