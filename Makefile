@@ -101,7 +101,7 @@ readme: $(VENV)/.ready
 		"compare.temperatures=[0,1]" "compare.methods=[]" compare.allow_code_execution=true \
 		compare.summary=README.md compare.results=notebooks/results/qwen_coder.md \
 		"compare.drafters=[qwen-coder-eagle3+prompt_lookup,prompt_lookup,qwen-coder-eagle3]"
-	$(BIN)/python eval/limits.py name=readme_limits target=qwen-coder "limits.drafters=[]"
+	$(BIN)/python eval/limits.py name=readme_limits target=qwen-coder
 	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json \
 		"page.runs=[runs/readme,runs/readme_limits,selfspec/page/embedded.json]"
 
@@ -122,12 +122,12 @@ page-data: questions $(VENV)/.ready runs/readme/compare.json runs/smollm2/compar
 	$(BIN)/python eval/decode.py -m name=page_smollm2 target=smollm2 decode.questions=$(QUESTIONS) decode.prompts=13 \
 		drafter=smollm2-eagle3+prompt_lookup,smollm2-medusa+prompt_lookup,smollm2-eagle3,smollm2-medusa,prompt_lookup \
 		decode.temperature=0,1 decode.traces=2 decode.max_new_tokens=96 "decode.arms=[speculative]" decode.repeats=1
-	$(BIN)/python eval/limits.py name=page_smollm2_limits target=smollm2 "limits.drafters=[]"
+	$(BIN)/python eval/limits.py name=page_smollm2_limits target=smollm2
 	$(BIN)/python eval/decode.py -m name=page_traces engine=eager target=tiny-target \
 		drafter=tiny-medusa+prompt_lookup,tiny-medusa,tiny-eagle3,tiny-early-exit,prompt_lookup \
 		decode.temperature=0,1 decode.prompts=10 decode.traces=2 decode.max_new_tokens=96 \
 		"decode.arms=[speculative]" decode.repeats=1
-	$(BIN)/python eval/limits.py name=page_limits "limits.drafters=[]"
+	$(BIN)/python eval/limits.py name=page_limits
 	$(BIN)/python eval/compare.py name=page_compare engine=eager compare.prompts=2 "compare.nodes=[8,16]"
 	$(BIN)/python eval/page.py "page.runs=[runs/page_traces,runs/page_limits,runs/page_compare]" page.shown=20 \
 		page.data=runs/page_tiny.json

@@ -42,8 +42,8 @@ def untrained(name: str, trust: bool = False) -> type[Drafter] | None:
         return kind
     if issubclass(kind, Trained):
         raise ValueError(
-            f"drafter {name!r} is a kind that has to be trained first: selfspec train drafter={name} name=mine, then "
-            "runs/mine"
+            f"drafter {name!r} is a kind that has to be trained first: selfspec train drafter={name} "
+            "target.name=TARGET name=mine, then runs/mine"
         )
     return kind
 

@@ -145,8 +145,8 @@ def check(
     lines += examples(train, tokenizer, _EXAMPLES)
     if config.distill.rows:
         lines.append(
-            f"training reads {config.distill.rows} texts that the target writes first (train.distill); time and memory "
-            "below are of the data's own text"
+            f"training reads {config.distill.rows} texts that the target writes first (train.distill), which may take "
+            "longer than the training; time and memory below are of the training alone"
         )
     lines += costs(target, drafter, rows.batch(0), rows.per_epoch, config, loop)
     yield from lines
