@@ -6,6 +6,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,6 +23,7 @@ from selfspec.cli.evaluation_runs import run_show
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
+from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.data.chat import TEMPLATE, Chat
 from selfspec.data.chat_template import ChatTemplate
@@ -415,6 +417,9 @@ def test_definitions_of_others(spec):
         1 + sum(a for s in stats for a in s.accepted) / sum(s.drafts for s in stats)
     )
     assert 0 < sum(s.drafts for s in stats) <= passes
+    before, nothing = Stats(5, 5, 40, 9, accepted=[4]), Stats(3, 3, 3, 3)  # of an older version; nothing was drafted
+    mixed = [replace(own[0], stats=each) for each in (Stats(5, 5, 40, 9, accepted=[4], drafts=4), before, nothing)]
+    assert defined("vllm", mixed, [])["per_position"] == [8 / 9]
     assert found["specforge"]["simulated_length"] == 1 + 0.5 + 0.25
     assert defined("specforge", own, [])["simulated_length"] is None
     assert found["modelopt"]["mean_over_requests"] == pytest.approx(sum(s.tokens / s.passes for s in stats) / 2)

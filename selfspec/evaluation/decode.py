@@ -241,7 +241,8 @@ def defined(name: str, records: Sequence[Record], accuracy: list[float]) -> Figu
     stats = [record.stats for record in records]
     pooled = total(stats)
     if name == "vllm":
-        drafts = sum(s.drafts or s.passes for s in stats)  # of records that an older version wrote: all passes
+        # Records of an older version do not say how many there were: all passes
+        drafts = sum(s.drafts or (s.passes if sum(s.accepted) else 0) for s in stats)
         rates = [mean(count, drafts) for count in pooled.accepted]
         return {"mean_acceptance_length": 1 + sum(rates), "per_position": rates}
     if name == "spec_bench":
