@@ -186,7 +186,7 @@ class Spec:
         rule = None if lossy is None else Lossy(lossy)
         outer = arguments_of_generate(model)
         streamer = streamer or outer.get("streamer")
-        refuse(target, model, config, logits_processor, outer, model_kwargs)
+        refuse(target, model, len(input_ids), config, logits_processor, outer, model_kwargs)
         rows, width = input_ids.shape
         if streamer is not None and rows > 1:
             raise ValueError(

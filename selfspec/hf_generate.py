@@ -125,6 +125,7 @@ def arguments_of_generate(model: PreTrainedModel) -> dict[str, Any]:
 def refuse(
     target: Target,
     model: PreTrainedModel,
+    rows: int,
     config: GenerationConfig,
     processors: Sequence[LogitsProcessor],
     outer: dict[str, Any],
@@ -137,6 +138,15 @@ def refuse(
         raise ValueError(
             "soft prompts (PEFT's prompt or prefix tuning) replace the model's inputs, which custom_generate=spec does "
             "not see; merge them into the model, or use adapters inside its layers, such as LoRA"
+        )
+    hooks = [hook for part in model.modules() for hook in part._forward_pre_hooks.values()]
+    own = {getattr(getattr(hook, "func", None), "__name__", "").lstrip("_").partition("_pre_")[0] for hook in hooks}
+    if "alora_offsets" in own:
+        raise ValueError("aLoRA adapters turn on inside a text, which the passes of a tree do not follow")
+    if "adapter_names" in own and rows > 1:
+        raise ValueError(
+            f"adapter_names for {rows} rows, which end at different times while PEFT counts them; give one row, or "
+            "the rows of each adapter together (set_adapter)"
         )
     mode = config.get_generation_mode(outer.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import VOCAB, random_drafter, refused, tiny_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -310,6 +311,19 @@ def test_prefix_functions_meet_only_texts_that_occur(spec):
         spec.target.model.generate(
             ids, custom_generate=spec, **{**PLAIN, **settings, "prefix_allowed_tokens_fn": lambda row, prefix: []}
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"alora_invocation_tokens": [9, 2]}, "aLoRA adapters turn on"), ({}, "adapter_names for 3 rows")],
+)
+def test_adapters_that_follow_rows_or_texts_are_refused(settings, message):
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **settings))
+    spec = selfspec.load("prompt_lookup", target=model.get_base_model())
+    names = {} if settings else {"adapter_names": ["default", "__base__", "default"]}
+    ids = torch.tensor([[5, 9, 2, 7]]).expand(3, -1)
+    given = {**PLAIN, **names, "input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4}
+    refused(message, model.generate, custom_generate=spec, **given)
 
 
 def test_samples_of_a_prompt_share_its_constraint(spec):

@@ -288,3 +288,11 @@ def test_a_forward_put_onto_a_layer_with_a_state_is_refused():
     for _ in range(2):
         refused("a state whose forward was replaced", autoregressive, target, [[5, 9, 2]], Options(2))
     refused("a state whose forward was replaced", Target, target.model)  # served by chains then
+
+
+def test_a_class_of_layers_with_a_state_that_was_patched_is_refused(monkeypatch):
+    target = Target(build("LFM2"))
+    autoregressive(target, [[5, 9, 2]], Options(2))
+    kind = type(next(mixers.mixers(target.model)))
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **given: None)
+    refused("a state whose forward was replaced", autoregressive, target, [[5, 9, 2]], Options(2))

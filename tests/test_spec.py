@@ -362,6 +362,12 @@ def test_a_target_that_was_changed_is_named(heads_folder):
     spec.target.model.config.return_dict = False
     assert spec.generate(TEXTS, 6).token_ids == before
     spec.target.model.config.return_dict = True
+    layers, config = spec.target.layers, spec.target.model.config
+    layers.append(layers[-1])
+    config.num_hidden_layers += 1
+    refused("has 4 layers, it had 3; load it anew", spec.generate, TEXTS, 4)
+    del layers[-1]
+    config.num_hidden_layers -= 1
     spec.target.model.to(torch.float64)
     refused(r"changed after loading.*float32.*float64.*load it then", spec.generate, TEXTS, 4)
     spec.target.model.to(torch.float32)

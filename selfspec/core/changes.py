@@ -26,12 +26,16 @@ class Changes:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.int8 = model, has_int8(model)
-        self._loaded, self._structure = self._head(), self._structure_now()
+        self._loaded, self._structure, self._layers = self._head(), self._structure_now(), self._layers_now()
         self._lock = threading.RLock()
 
     def _head(self) -> tuple[object, ...]:
         weight = next(self.model.get_output_embeddings().parameters())
         return weight.dtype, weight.device, list(weight.shape)
+
+    def _layers_now(self) -> int:
+        count: int = self.model.config.get_text_config().num_hidden_layers
+        return count
 
     def _structure_now(self) -> list[object]:
         """What views of the model copy."""
@@ -40,6 +44,7 @@ class Changes:
         for m in self.model.modules():
             parts += [v if type(v) is not Tensor else id(v) for v in vars(m).values() if type(v) in _HELD]
             parts += [id(m), *m._forward_hooks, *m._forward_pre_hooks, vars(m).get("forward")]
+            parts += [type(m), type(m).forward]
             tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
             parts += [(id(t), t.dtype, t.device, t.shape, _address(t)) for t in tensors]
             parts += [str(vars(m).get(name, "")) for name in _ADAPTER_STATE]
@@ -80,6 +85,11 @@ class Changes:
             if any(part.training for part in self.model.modules()):
                 raise ValueError(
                     "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
+                )
+            if (count := self._layers_now()) > self._layers:
+                raise ValueError(
+                    f"target.model was changed after loading: it has {count} layers, it had {self._layers}; load it "
+                    "anew: selfspec.load(..., target=model)"
                 )
             refuse(self.model)
             if self.int8 != has_int8(self.model):

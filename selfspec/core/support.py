@@ -67,7 +67,11 @@ def refuse(model: PreTrainedModel) -> None:
             raise ValueError(
                 f"{name} has layers of kinds that no tree can run over ({', '.join(unknown or sorted(others))})"
             )
-    if any("forward" in vars(part) and not hasattr(part, "_hf_hook") and any(mixers(part)) for part in stack.modules()):
+    replaced = any(type(part).forward.__module__ != type(part).__module__ for part in mixers(stack))
+    replaced |= any(
+        "forward" in vars(part) and not hasattr(part, "_hf_hook") and any(mixers(part)) for part in stack.modules()
+    )
+    if replaced:
         raise ValueError(f"{name} has a layer with a state whose forward was replaced, which no tree would follow")
     takes = inspect.signature(decoder_of(model).forward).parameters
     inside = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
