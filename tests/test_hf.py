@@ -319,6 +319,7 @@ def test_prefix_functions_meet_only_texts_that_occur(spec):
 )
 def test_adapters_that_follow_rows_or_texts_are_refused(settings, message):
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **settings))
+    model.eval()
     spec = selfspec.load("prompt_lookup", target=model.get_base_model())
     names = {} if settings else {"adapter_names": ["default", "__base__", "default"]}
     ids = torch.tensor([[5, 9, 2, 7]]).expand(3, -1)

@@ -435,6 +435,30 @@ def test_settings_that_are_changed_after_the_first_call_count(heads_folder):
     refused("holds what can not be copied .*lock.*; take it off", spec.generate, TEXTS[:1], 4)
 
 
+def test_modules_that_are_shared_exchanged_or_given_values_count(heads_folder):
+    spec = selfspec.load(str(heads_folder))
+    layers, mlp = spec.target.layers, spec.target.layers[1].mlp
+    kinds = [type("Times", (torch.nn.Tanh,), {"forward": lambda self, x, n=n: n * x}) for n in (-9, 9)]
+    layers[0].scales = {"by": -1.5}
+
+    def act(function: Any) -> None:
+        del mlp.act_fn
+        mlp.act_fn = function
+
+    follows(
+        spec,
+        lambda: setattr(layers[2], "mlp", layers[0].mlp),
+        lambda: setattr(layers[2], "mlp", layers[1].mlp),
+        lambda: layers[0].register_forward_hook(lambda m, a, out: out * m.scales["by"]),
+        lambda: layers[0].scales.update(by=2.5),
+        lambda: act(torch.tanh),
+        lambda: act(torch.relu),
+        *(lambda i=i: act(torch.nn.Hardtanh(-i, i).eval()) for i in range(1, 12)),  # some lie where others lay
+        lambda: setattr(mlp.act_fn, "__class__", kinds[0]),
+        lambda: setattr(mlp.act_fn, "__class__", kinds[1]),
+    )
+
+
 def stock_text(spec: Spec, text: str, count: int) -> str:
     return text_of(spec.tokenizer, stock(spec.target.model, spec.encode(text)[0], count))
 

@@ -43,14 +43,16 @@ class Changes:
         parts: list[object] = [str([(k, v) for k, v in c.items() if type(v) in _VALUES]) for c in configs.values()]
         for m in self.model.modules():
             parts += [v if type(v) is not Tensor else id(v) for v in vars(m).values() if type(v) in _HELD]
-            parts += [id(m), *m._forward_hooks, *m._forward_pre_hooks, vars(m).get("forward")]
-            parts += [type(m), type(m).forward]
+            parts += [m, type(m), type(m).forward, *m._modules, *m._modules.values()]  # held: ids come again
+            parts += [*m._forward_hooks, *m._forward_pre_hooks, vars(m).get("forward")]
             tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
             parts += [(id(t), t.dtype, t.device, t.shape, _address(t)) for t in tensors]
             parts += [str(vars(m).get(name, "")) for name in _ADAPTER_STATE]
             parts += [(_MERGED, str(vars(m).get(_MERGED, "")))]
-            if not type(m).__module__.startswith(_LIBRARIES):
-                parts += [_inside(v) for k, v in vars(m).items() if k not in _OF_MODULES and type(v) not in _HELD]
+            others = [(k, v) for k, v in vars(m).items() if k not in _OF_MODULES and type(v) not in _HELD]
+            if type(m).__module__.startswith(_LIBRARIES):  # what was put there; their own are caches, too
+                others = [(k, v) for k, v in others if k[0] != "_" and (callable(v) or _is_plain(v))]
+            parts += [v if callable(v) and not isinstance(v, type) else _inside(v) for _, v in others]
         return parts
 
     @property
@@ -107,10 +109,17 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
+def _is_plain(value: object) -> bool:
+    """Whether a value is a number of NumPy's or a container."""
+    return isinstance(value, (dict, list, tuple)) or (hasattr(value, "item") and getattr(value, "ndim", None) == 0)
+
+
 def _inside(value: object, levels: int = 3) -> object:
     """What a container or an object holds, to be compared with what it held before."""
     if isinstance(value, Tensor):
         return id(value), None if value.is_inference() else value._version
+    if hasattr(value, "tolist"):  # of NumPy
+        return value.tolist()
     if isinstance(value, dict) and levels:
         return [(str(key), _inside(part, levels - 1)) for key, part in value.items()]
     if isinstance(value, (list, tuple, set, frozenset, deque)) and levels:

@@ -75,7 +75,7 @@ class Part(NamedTuple):
     """Some layers of a target, as passes run them. module: the view, or its decoder where no logits are wanted;
     windows: by layer type; last: the largest position; dtype: of masks; width: of passes that attend by paths (see
     `selfspec.core.width`), 0 where none does; cache_name: of the module's argument; takes_positions: False where no
-    layer has any, as in purely recurrent models."""
+    layer has any, as in purely recurrent models; few_logits: whether only the last are made."""
 
     module: nn.Module
     windows: dict[str, int | None]
@@ -84,6 +84,7 @@ class Part(NamedTuple):
     width: int
     cache_name: str
     takes_positions: bool
+    few_logits: bool = False
 
     @classmethod
     def of(cls, module: nn.Module, windows: dict[str, int | None], last: int, dtype: torch.dtype, width: int) -> Part:
@@ -91,13 +92,18 @@ class Part(NamedTuple):
         takes = "position_ids" in inspect.signature(module.forward).parameters
         return cls(module, windows, last, dtype, width, cache_name(module), takes)
 
+    def of_prompts(self) -> Part:
+        """The same where logits are not wanted, as far as its forward can leave them out."""
+        return self._replace(few_logits="logits_to_keep" in inspect.signature(self.module.forward).parameters)
+
     def masks(self, of_windows: list[Tensor]) -> Any:
         """As the module takes masks, one for each of the windows."""
         return by_type(dict(zip(self.windows, of_windows, strict=True)))
 
     def arguments(self, positions: Tensor | None, cache: PassCache) -> dict[str, Any]:
         """Arguments of the module."""
-        return {self.cache_name: cache, **({"position_ids": positions} if self.takes_positions else {})}
+        more: dict[str, Any] = {"position_ids": positions} if self.takes_positions else {}
+        return {self.cache_name: cache, **more, **({"logits_to_keep": 1} if self.few_logits else {})}
 
 
 def by_type(masks: dict[str, Tensor]) -> Any:

@@ -43,7 +43,7 @@ def refuse_any(model: PreTrainedModel) -> None:
         if "forward" in vars(model):
             raise ValueError(
                 f"the forward of {name} was replaced by a function that names no past_key_values among its arguments; "
-                "wrap the original with functools.wraps, or use a hook"
+                "use a hook, or model.compile() in the place of torch.compile(model.forward)"
             )
         newer = f"; transformers 5.24 has one for more models, {_VERSION} is installed" * (_release(_VERSION) < (5, 24))
         raise ValueError(f"{name} keeps no cache of keys and values, from which drafts are verified{newer}")

@@ -213,7 +213,7 @@ class Target:
             hooked = any(has_own_code(m) and not hasattr(m, "_hf_hook") for m in around)
             settings = self.windows, (self.max_positions or 2**62) - 1, self.dtype, self.width or 0
             whole = Part.of(model, *settings)  # for a prompt too, where a hook may change what enters the decoder
-            pair = parts[name] = whole, whole if hooked else Part.of(decoder, *settings)
+            pair = parts[name] = whole, whole.of_prompts() if hooked else Part.of(decoder, *settings)
         return pair[0 if logits else 1]
 
     def forward(
