@@ -56,10 +56,7 @@ class Spec:
         self._learned = Learned(target)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(
-            "a Spec can not be copied or pickled: its drafter shares the target's weights, and it holds compiled code; "
-            "threads can share it, another process calls selfspec.load"
-        )
+        raise TypeError("a Spec can not be copied or pickled; threads share it, another process calls selfspec.load")
 
     @taking(Request)
     def generate(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
@@ -189,9 +186,7 @@ class Spec:
         refuse(target, model, len(input_ids), config, logits_processor, outer, model_kwargs)
         rows, width = input_ids.shape
         if streamer is not None and rows > 1:
-            raise ValueError(
-                f"streamer: a streamer takes one sequence, here are {rows}; drop it or generate one by one"
-            )
+            raise ValueError(f"streamer: a streamer takes one sequence, here are {rows}; generate them one by one")
         prompts, pads = unpad(input_ids, model_kwargs.get("attention_mask"))
         if stop_strings:  # named above, since generate hands over what it finds named and checks the rest itself
             if self.tokenizer is None:
@@ -278,13 +273,13 @@ def load(
     ("prompt_lookup", "lookahead"; give `target` then), or several of these joined by "+", which share one tree; target:
     where to find the target instead of the place the drafter names, or the model itself (its weights must be the same);
     dtype: of the target and the drafter, by default as saved; int8 quantizes the target's linear maps on the CPU;
-    device: of a target that is loaded here (None, auto: CUDA where it works, else the CPU);
-    engine: eager, or compiled, which compiles every shape of a pass on first use and keeps the code for later processes
-    (auto: compiled where a compiler is found; on CPUs passes first run eagerly, and a thread compiles once they have
-    taken 20 s); revision: of a drafter on the hub, else of the target there; trust_code: whether a checkpoint may
-    name a drafter class of another package, which is then imported; width: nodes of every pass, plain ones included,
-    which makes 16-bit dtypes exact on library kernels too (docs/exactness.md); `loading` goes to transformers'
-    from_pretrained (device_map, attn_implementation, ...).
+    device: of a target that is loaded here (None, auto: CUDA where it works, else the CPU); engine: eager, or compiled,
+    which compiles every shape of a pass on first use and keeps the code for later processes (auto: compiled where a
+    compiler is found; on CPUs passes first run eagerly, and a thread compiles once they have taken 20 s); revision: of
+    a drafter on the hub, else of the target there; trust_code: whether a checkpoint may name a drafter class of another
+    package, which is then imported; width: nodes of every pass, plain ones included, which makes 16-bit dtypes exact on
+    library kernels too (docs/exactness.md); `loading` goes to transformers' from_pretrained (device_map,
+    attn_implementation, ...).
 
     Raises FileNotFoundError and ValueError, naming what is wrong.
     """
@@ -301,7 +296,5 @@ def load(
         if name in {*(f.name for f in fields(Request)), *WORDS}:
             raise TypeError(f"{name} is an argument of generate: spec.generate(..., {name}={loading[name]!r})")
     if not isinstance(drafter, (str, Path)) or not str(drafter):
-        raise ValueError(
-            f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or several of these joined by +"
-        )
+        raise ValueError(f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or such joined by +")
     return Spec(*load_pair(str(drafter), target, dtype, device, engine, revision, trust_code, width, **loading))
