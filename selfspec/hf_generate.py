@@ -140,10 +140,10 @@ def refuse(
             "not see; merge them into the model, or use adapters inside its layers, such as LoRA"
         )
     hooks = [hook for part in model.modules() for hook in part._forward_pre_hooks.values()]
-    own = {getattr(getattr(hook, "func", None), "__name__", "").lstrip("_").partition("_pre_")[0] for hook in hooks}
-    if "alora_offsets" in own:
+    names = {getattr(getattr(hook, "func", None), "__name__", "") for hook in hooks}  # PEFT's, during its generate
+    if "_alora_offsets_pre_forward_hook" in names:
         raise ValueError("aLoRA adapters turn on inside a text, which the passes of a tree do not follow")
-    if "adapter_names" in own and rows > 1:
+    if "_adapter_names_pre_forward_hook" in names and rows > 1:
         raise ValueError(
             f"adapter_names for {rows} rows, which end at different times while PEFT counts them; give one row, or "
             "the rows of each adapter together (set_adapter)"

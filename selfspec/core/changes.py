@@ -80,7 +80,7 @@ class Changes:
     def follow(self, refuse: Callable[[PreTrainedModel], None], rebuild: Callable[[bool], None]) -> None:
         """Call `rebuild` where what views copy differs from what was seen last, with whether adapters were merged or
         taken out since. What is interrupted is done by the next call. Raises ValueError where a part was set to
-        training or linear maps went to 8 bits or back, and what `refuse` raises of the changed model."""
+        training, layers were added, or linear maps went to 8 bits or back, and what `refuse` raises."""
         with self._lock:
             if (now := self._structure_now()) == self._structure:
                 return

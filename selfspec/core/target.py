@@ -76,7 +76,7 @@ class Target:
     def _rebuild(self, merged: bool = False) -> None:
         """Read the config as it is now; parts are made anew. merged: adapters went into weights, or out of them."""
         if merged:
-            follow_weights(self.model, merged)
+            follow_weights(self.model, merged=True)
         self.forget()
         self._parts, self._like, self.tried = {}, None, {}
         self.max_positions, self.limited_by = support.longest_context(self.model)

@@ -94,7 +94,7 @@ class Sample:
 
 class Drafter(nn.Module, ABC):
     """Weights that propose draft trees for a target. What it proposes can not change the output, only how many
-    passes it takes; sessions must not write to what their `Context` holds, which decoding goes on with.
+    passes it takes; sessions must not write to the noise and the cache of their `Context`, which are shared.
 
     A drafter of kind `early_exit` is the one drafter class in `selfspec/drafters/early_exit.py`, built as
     `EarlyExit(target, config)`; for a class of another package the kind is its path, `package.module.Class`. The
